@@ -1,0 +1,1 @@
+"""Metrics: declared names, the window that reduces them, sinks, and the console."""
