@@ -1,0 +1,1 @@
+"""How one rollout is played, and how its turns become trainable samples."""

@@ -1,0 +1,1 @@
+"""The server's client: prompt tokens in, one `Turn` out, with everything training needs recorded when it was sampled."""

@@ -1,0 +1,224 @@
+"""From the bytes of a server's answer to a `Turn`: typed decoding, arrays at once, and the checks of GEN-7, GEN-9, SAMP-8.
+
+A token endpoint lists per position the sampled token first, then the ranked top k without it: k entries where the sampled
+token is one of them, k + 1 where it ranks outside. A completion endpoint lists the same as a mapping.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import msgspec
+import numpy as np
+
+from agrpo.errors import RolloutFailure
+from agrpo.types import Ragged, Turn
+
+# JSON has no -inf; servers write this number, or a lower one, for a token that could not be sampled.
+PLACEHOLDER = -9999.0
+
+
+class _Entry(msgspec.Struct, gc=False):
+    token_id: int
+    logprob: float
+
+
+class _Token(msgspec.Struct, gc=False):
+    token_id: int
+    logprob: float
+    top_logprobs: list[_Entry] = []
+
+
+class _Content(msgspec.Struct):
+    content: list[_Token]
+
+
+class _Span(msgspec.Struct):
+    version: str | int | None
+    start: int
+    end: int
+
+
+class _TokenChoice(msgspec.Struct):
+    token_ids: list[int]
+    logprobs: _Content | None = None
+    finish_reason: str | None = None
+    sampling_mask: list[list[int]] | None = None
+    weight_versions: list[_Span] | None = None
+
+
+class _TokenAnswer(msgspec.Struct):
+    choices: list[_TokenChoice]
+
+
+class _TextLogprobs(msgspec.Struct):
+    token_logprobs: list[float | None]
+    top_logprobs: list[dict[str, float] | None] | None = None
+
+
+class _TextChoice(msgspec.Struct):
+    token_ids: list[int]
+    logprobs: _TextLogprobs | None = None
+    finish_reason: str | None = None
+    weight_versions: list[_Span] | None = None
+
+
+class _TextAnswer(msgspec.Struct):
+    choices: list[_TextChoice]
+
+
+_tokens = msgspec.json.Decoder(_TokenAnswer)
+_text = msgspec.json.Decoder(_TextAnswer)
+
+
+@dataclass(frozen=True, slots=True)
+class Expected:
+    """What was asked for, as the answer must show it."""
+
+    prompt_ids: np.ndarray  # [p] int32
+    num_heads: int  # K; 0 asks for the sampled token's log-prob only
+    candidates: bool  # truncated sampling: every token needs its candidate set (SAMP-1)
+    version: int  # weight version known when the request was sent (GEN-18)
+
+
+def turn_of_tokens(body: bytes, expected: Expected) -> Turn:
+    """The turn in an answer of `/inference/v1/generate`; RolloutFailure where the answer cannot be trained on."""
+    choice = _only_choice(_decode(_tokens, body).choices)
+    content = choice.logprobs.content if choice.logprobs is not None else []
+    output_ids = _output_ids(choice, len(content))
+    if [t.token_id for t in content] != choice.token_ids:
+        raise RolloutFailure("logprobs", "the log-probs are listed for other tokens than those generated")
+    logprobs = np.array([t.logprob for t in content], np.float32)
+    counts = np.fromiter((len(t.top_logprobs) for t in content), np.int64, len(content))
+    ids = np.array([e.token_id for t in content for e in t.top_logprobs], np.int32)
+    values = np.array([e.logprob for t in content for e in t.top_logprobs], np.float32)
+    heads = ranked_heads(output_ids, counts, ids, values, expected.num_heads)
+    return _turn(choice, expected, output_ids, logprobs, heads, choice.sampling_mask)
+
+
+def turn_of_text(body: bytes, expected: Expected) -> Turn:
+    """The turn in an answer of `/v1/completions` with `return_token_ids` and `return_tokens_as_token_ids`."""
+    choice = _only_choice(_decode(_text, body).choices)
+    listed = choice.logprobs.token_logprobs if choice.logprobs is not None else []
+    output_ids = _output_ids(choice, len(listed))
+    logprobs = np.array([np.nan if v is None else v for v in listed], np.float32)
+    tops = (choice.logprobs.top_logprobs if choice.logprobs is not None else None) or []
+    if expected.num_heads and len(tops) != len(output_ids):
+        raise RolloutFailure("logprobs", f"{len(tops)} top log-prob lists for {len(output_ids)} tokens")
+    counts = np.fromiter((len(t or ()) for t in tops), np.int64, len(tops))
+    try:
+        ids = np.array([int(key.rpartition(":")[2]) for t in tops for key in t or ()], np.int32)
+    except ValueError as error:
+        raise RolloutFailure("logprobs", "top log-probs are listed by text, not by token id") from error
+    values = np.array([v for t in tops for v in (t or {}).values()], np.float32)
+    heads = ranked_heads(output_ids, counts, ids, values, expected.num_heads)
+    return _turn(choice, expected, output_ids, logprobs, heads, None)
+
+
+def _decode(decoder: msgspec.json.Decoder, body: bytes):
+    try:
+        return decoder.decode(body)
+    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+        raise RolloutFailure("malformed", f"{error}; the answer begins {body[:200]!r}") from error
+
+
+def _only_choice(choices: list):
+    if len(choices) != 1:
+        raise RolloutFailure("malformed", f"expected one choice, got {len(choices)}")
+    if choices[0].finish_reason == "abort":
+        raise RolloutFailure("aborted", "the server aborted the request")
+    return choices[0]
+
+
+def _output_ids(choice, num_logprobs: int) -> np.ndarray:
+    if not choice.token_ids:
+        raise RolloutFailure("empty", "the server generated no token")
+    if num_logprobs != len(choice.token_ids):
+        raise RolloutFailure("logprobs", f"{num_logprobs} log-probs for {len(choice.token_ids)} tokens")
+    return np.array(choice.token_ids, np.int32)
+
+
+def ranked_heads(
+    output_ids: np.ndarray, counts: np.ndarray, ids: np.ndarray, logprobs: np.ndarray, num_heads: int
+) -> tuple[np.ndarray, np.ndarray]:
+    """Exactly the ranked top k per token, [T, K] ids and log-probs, padded with -inf (GEN-9).
+
+    `ids` and `logprobs` hold the listed entries back to back, `counts[i]` of them for token i. With K = 2, sampled 7 and
+    the entries 7: -3.0, 5: -0.1, 4: -2.5 the head is 5, 4; with 7: -0.9, 5: -0.6 it is 5, 7.
+    """
+    if num_heads == 0:
+        return np.zeros((len(output_ids), 0), np.int32), np.zeros((len(output_ids), 0), np.float32)
+    starts = np.concatenate([[0], np.cumsum(counts)[:-1]]) if len(counts) else np.zeros(0, np.int64)
+    extra = counts == num_heads + 1
+    regular = bool(np.all(extra | (counts == num_heads))) and bool(np.all(ids[starts] == output_ids))
+    if not regular:
+        return _irregular_heads(output_ids, counts, ids, logprobs, num_heads)
+    # Beyond the k ranked entries the sampled token, listed first, is the one that is not part of the head.
+    take = (starts + extra)[:, None] + np.arange(num_heads)
+    return _by_rank(ids[take], logprobs[take])
+
+
+def _irregular_heads(output_ids, counts, ids, logprobs, num_heads: int) -> tuple[np.ndarray, np.ndarray]:
+    head_ids = np.zeros((len(output_ids), num_heads), np.int32)
+    head_logprobs = np.full((len(output_ids), num_heads), -np.inf, np.float32)
+    start = 0
+    for i, count in enumerate(counts):
+        entries = dict(zip(ids[start : start + count], logprobs[start : start + count], strict=True))
+        start += count
+        if len(entries) > num_heads:
+            entries.pop(output_ids[i], None)
+        best = sorted(entries.items(), key=lambda entry: -entry[1])[:num_heads]
+        head_ids[i, : len(best)] = [token for token, _ in best]
+        head_logprobs[i, : len(best)] = [value for _, value in best]
+    return _by_rank(head_ids, head_logprobs)
+
+
+def _by_rank(head_ids: np.ndarray, head_logprobs: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    if np.isnan(head_logprobs).any():
+        raise RolloutFailure("logprobs", "a head log-prob is not a number")
+    head_logprobs = np.where(head_logprobs <= PLACEHOLDER, np.float32(-np.inf), head_logprobs)
+    order = np.argsort(-head_logprobs, axis=1, kind="stable")
+    return np.take_along_axis(head_ids, order, 1), np.take_along_axis(head_logprobs, order, 1)
+
+
+def _turn(choice, expected: Expected, output_ids, logprobs, heads, masks: list[list[int]] | None) -> Turn:
+    bad = ~np.isfinite(logprobs) | (logprobs <= PLACEHOLDER)
+    if bad.any():
+        at = int(np.argmax(bad))
+        raise RolloutFailure("logprobs", f"token {at} of {len(logprobs)} has the log-prob {logprobs[at]}")
+    return Turn(
+        prompt_ids=expected.prompt_ids,
+        output_ids=output_ids,
+        sampler_logprobs=logprobs,
+        output_mask=np.ones(len(output_ids), np.bool_),
+        versions=_versions(choice.weight_versions, len(output_ids), expected.version),
+        head_ids=heads[0],
+        head_logprobs=heads[1],
+        candidates=_candidates(masks, output_ids) if expected.candidates else None,
+        finish_reason=choice.finish_reason or "stop",
+    )
+
+
+def _candidates(masks: list[list[int]] | None, output_ids: np.ndarray) -> Ragged:
+    if masks is None:
+        text = "the answer has no sampling_mask; start the server with --return-sampling-mask --enable-scale-out"
+        raise RolloutFailure("candidates", text)
+    if len(masks) != len(output_ids):
+        raise RolloutFailure("candidates", f"{len(masks)} candidate sets for {len(output_ids)} tokens")
+    candidates = Ragged.of(masks)
+    lengths = np.diff(candidates.offsets)
+    if (lengths == 0).any():
+        raise RolloutFailure("candidates", f"token {int(np.argmin(lengths))} has an empty candidate set")
+    found = np.add.reduceat(candidates.values == np.repeat(output_ids, lengths), candidates.offsets[:-1])
+    if (found == 0).any():
+        raise RolloutFailure("candidates", f"token {int(np.argmin(found))} is not in its own candidate set")
+    return candidates
+
+
+def _versions(spans: list[_Span] | None, num_tokens: int, sent: int) -> np.ndarray:
+    """Per token the version of its span; the version known at sending where a span is missing or not a number."""
+    versions = np.full(num_tokens, sent, np.int32)
+    for span in spans or ():
+        if str(span.version).isdigit():
+            versions[max(span.start, 0) : span.end] = int(span.version)
+    return versions
