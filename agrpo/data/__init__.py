@@ -1,0 +1,1 @@
+"""Where prompts come from: each option opens rows; `prompts` puts them in order."""
