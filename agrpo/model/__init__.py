@@ -1,0 +1,1 @@
+"""The trained model: loading, tree attention, the head's loss terms, sharding, optimizer and checkpoints."""

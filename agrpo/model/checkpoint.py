@@ -1,0 +1,167 @@
+"""Checkpoints that a run resumes from, and the exported Hugging Face folder.
+
+    <run_dir>/checkpoints/step-000040/   shards/      model and optimizer, readable by any number of ranks
+                                         rng-<rank>.pt
+                                         updater.json and the caller's own JSON files
+
+A checkpoint is written under a name that starts with a dot and renamed when every rank is done: a kill at any moment
+leaves the previous one usable (RES-11).
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import re
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint import state_dict as dcp_state
+
+from agrpo.errors import ConfigError
+from agrpo.model.optim import Updater
+from agrpo.model.shard import COMPUTE_DTYPES, gathered, parameters_by_name
+
+_NAME = re.compile(r"step-(\d+)$")
+
+
+def folder_of(checkpoints: Path, step: int) -> Path:
+    return checkpoints / f"step-{step:06d}"
+
+
+def save(folder: Path, model: torch.nn.Module, updater: Updater | None, files: dict[str, Any]) -> None:
+    """Write one checkpoint; collective. `files` are JSON files by name; without `updater` it cannot be resumed."""
+    rank, beside = _rank(), folder.with_name(f".{folder.name}")
+    if rank == 0:
+        shutil.rmtree(beside, ignore_errors=True)
+        beside.mkdir(parents=True)
+    _barrier()
+    dcp.save(_state(model, updater), checkpoint_id=beside / "shards", no_dist=not dist.is_initialized())
+    torch.save(_rng_state(), beside / f"rng-{rank}.pt")
+    if rank == 0:
+        own = {} if updater is None else {"updater.json": updater.state_dict()}
+        for name, content in {**files, **own}.items():
+            (beside / name).write_text(json.dumps(content))
+    _barrier()
+    if rank == 0:
+        if folder.exists():
+            shutil.rmtree(folder)
+        beside.rename(folder)
+    _barrier()
+
+
+def load(folder: Path, model: torch.nn.Module, updater: Updater) -> dict[str, Any]:
+    """Restore model, optimizer, schedule and random states; returns the JSON files by name. Collective.
+
+    The number of ranks may differ from that of the run that saved (RES-1). Raises ConfigError for a folder that is no
+    checkpoint or was saved without optimizer (RES-9).
+    """
+    if not (folder / "shards" / ".metadata").exists():
+        raise ConfigError(f"run.resume: {folder} is no checkpoint; give a folder checkpoints/step-NNNNNN, or auto")
+    if not (folder / "updater.json").exists():
+        raise ConfigError(f"run.resume: {folder} was saved with checkpoint.save_only_model=true and cannot be resumed")
+    state = _state(model, updater)
+    dcp.load(state, checkpoint_id=folder / "shards", no_dist=not dist.is_initialized())
+    dcp_state.set_state_dict(
+        model, updater.optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"]
+    )
+    files = {path.name: json.loads(path.read_text()) for path in folder.glob("*.json")}
+    updater.load_state_dict(files.pop("updater.json"))
+    rng = folder / f"rng-{_rank()}.pt"
+    if rng.exists():
+        _set_rng_state(torch.load(rng, weights_only=False))
+    return files
+
+
+def complete(checkpoints: Path) -> list[Path]:
+    """Complete checkpoints, oldest first."""
+    found = [(int(m[1]), path) for path in checkpoints.glob("step-*") if (m := _NAME.match(path.name))]
+    return [path for _, path in sorted(found) if (path / "shards" / ".metadata").exists()]
+
+
+def newest(checkpoints: Path) -> Path | None:
+    """The newest checkpoint that can be resumed, or None."""
+    return next((path for path in reversed(complete(checkpoints)) if (path / "updater.json").exists()), None)
+
+
+def prune(checkpoints: Path, limit: int | None) -> None:
+    """Keep the `limit` newest complete checkpoints (RES-15); on rank 0 only, after `save`."""
+    if limit is None or _rank() != 0:
+        return
+    for path in complete(checkpoints)[:-limit]:
+        shutil.rmtree(path)
+
+
+def export(model: torch.nn.Module, tokenizer: Any, path: Path, dtype: torch.dtype | None) -> None:
+    """A Hugging Face folder that `from_pretrained` loads, in `dtype` (None = as is); collective, rank 0 writes (RES-14)."""
+    state: dict[str, torch.Tensor] = {}
+    for name, parameter in (*parameters_by_name(model), *_persistent_buffers(model)):
+        full = gathered(parameter)
+        if _rank() == 0:
+            state[name] = full.to("cpu", dtype if full.is_floating_point() else None, copy=True)
+    if _rank() == 0:
+        beside = path.with_name(f".{path.name}")
+        shutil.rmtree(beside, ignore_errors=True)
+        beside.mkdir(parents=True)
+        _write(model, tokenizer, beside, state, dtype)
+        if path.exists():
+            shutil.rmtree(path)
+        beside.rename(path)
+    _barrier()
+
+
+def export_dtype(section: Any) -> torch.dtype | None:
+    """The dtype of exported weights: that of mixed precision, else as they are (RES-14)."""
+    return COMPUTE_DTYPES[section.precision]
+
+
+def _write(model: torch.nn.Module, tokenizer: Any, path: Path, state: dict[str, torch.Tensor], dtype: torch.dtype | None) -> None:
+    model.save_pretrained(path, state_dict=state)
+    tokenizer.save_pretrained(path)
+    if dtype is None:
+        return
+    # save_pretrained records the dtype of the masters, not of the state it was given.
+    config = json.loads((path / "config.json").read_text())
+    for section in (config, *(v for v in config.values() if isinstance(v, dict))):
+        if "dtype" in section:
+            section["dtype"] = str(dtype).removeprefix("torch.")
+    (path / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+
+
+def _persistent_buffers(model: torch.nn.Module) -> list[tuple[str, torch.Tensor]]:
+    kept = model.state_dict().keys()
+    return [(name, buffer) for name, buffer in model.named_buffers() if name in kept]
+
+
+def _state(model: torch.nn.Module, updater: Updater | None) -> dict[str, Any]:
+    if updater is None:
+        return {"model": dcp_state.get_model_state_dict(model)}
+    weights, optimizer = dcp_state.get_state_dict(model, updater.optimizer)
+    return {"model": weights, "optimizer": optimizer}
+
+
+def _rng_state() -> dict[str, Any]:
+    cuda = torch.cuda.get_rng_state() if torch.cuda.is_available() and torch.cuda.is_initialized() else None
+    return {"python": random.getstate(), "numpy": np.random.get_state(), "torch": torch.get_rng_state(), "cuda": cuda}
+
+
+def _set_rng_state(state: dict[str, Any]) -> None:
+    random.setstate(state["python"])
+    np.random.set_state(state["numpy"])
+    torch.set_rng_state(state["torch"])
+    if state["cuda"] is not None and torch.cuda.is_available():
+        torch.cuda.set_rng_state(state["cuda"])
+
+
+def _rank() -> int:
+    return dist.get_rank() if dist.is_initialized() else 0
+
+
+def _barrier() -> None:
+    if dist.is_initialized():
+        dist.barrier()

@@ -1,0 +1,138 @@
+"""Model and tokenizer from a hub id or a folder, ready for tree rows; what cannot be trained exactly is refused here."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import torch
+import transformers
+
+from agrpo.errors import ConfigError
+from agrpo.model import attention
+from agrpo.model.terms import bind
+
+LAYER_TYPES = ("full_attention", "sliding_attention")
+OLDEST_TRANSFORMERS = (5, 2, 0)
+_log = logging.getLogger(__name__)
+
+
+def load_model(section: Any, device: torch.device | str) -> torch.nn.Module:
+    """The model of the `model` section on `device`, in training mode; parameters outside its text model are frozen.
+
+    Raises ConfigError, one line, for what cannot be loaded or not be trained exactly (MODEL-1, MODEL-2, COMPAT-5, 10, 11).
+    """
+    require_transformers(transformers.__version__)
+    attention.register()
+    if section.tf32 is not None:
+        torch.backends.cuda.matmul.allow_tf32 = section.tf32
+    config = load_config(section)
+    refuse_config(config)
+    kwargs = {"dtype": section.dtype, **_source(section), **section.init_kwargs, "attn_implementation": attention.NAME}
+    loader = _loader(config)
+    try:
+        model = loader.from_pretrained(section.path, **kwargs)
+    except (OSError, ValueError, ImportError, TypeError) as error:
+        raise ConfigError(f"model.path: {section.path} cannot be loaded: {_first_line(error)}") from error
+    refuse_model(model)
+    if "gguf_file" in section.init_kwargs:
+        # The loader leaves a quantization entry that describes the file, not the dequantized weights.
+        model.config.__dict__.pop("quantization_config", None)
+    return prepare(model, section).to(device)
+
+
+def prepare(model: torch.nn.Module, section: Any) -> torch.nn.Module:
+    """Training mode without dropout, frozen where text does not reach, gradient checkpointing as configured (MODEL-6, MODEL-7)."""
+    model.train()
+    for module in model.modules():
+        if isinstance(module, torch.nn.Dropout):
+            module.p = 0.0  # the sampler has none: with it the two policies would differ
+    _freeze_outside_text(model)
+    if section.gradient_checkpointing:
+        enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
+        enable({"use_reentrant": False, **(section.gradient_checkpointing_kwargs or {})})
+    bind(model, None)
+    trainable, frozen = count_parameters(model)
+    _log.info("%s: %d trainable and %d frozen parameters", type(model).__name__, trainable, frozen)
+    return model
+
+
+def load_config(section: Any) -> Any:
+    """The model's transformers configuration; raises ConfigError."""
+    kwargs = {k: section.init_kwargs[k] for k in ("revision", "gguf_file", "subfolder") if k in section.init_kwargs}
+    try:
+        return transformers.AutoConfig.from_pretrained(section.path, **_source(section), **kwargs)
+    except (OSError, ValueError, KeyError) as error:
+        if "trust_remote_code" in str(error):
+            raise ConfigError(f"model.trust_remote_code must be true: {section.path} ships its own code") from error
+        raise ConfigError(f"model.path: {section.path} cannot be loaded: {_first_line(error)}") from error
+
+
+def load_tokenizer(section: Any) -> Any:
+    """The tokenizer, padding on the left with the EOS token where it has no pad token; raises ConfigError without EOS."""
+    path = section.tokenizer_path or section.path
+    kwargs = {k: section.init_kwargs[k] for k in ("revision", "gguf_file", "subfolder") if k in section.init_kwargs}
+    if section.tokenizer_path is not None:
+        kwargs = {}
+    try:
+        tokenizer = transformers.AutoTokenizer.from_pretrained(path, padding_side="left", **_source(section), **kwargs)
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ConfigError(f"model.tokenizer_path: {path} cannot be loaded: {_first_line(error)}") from error
+    if tokenizer.eos_token_id is None:
+        raise ConfigError(f"model.tokenizer_path: the tokenizer of {path} has no EOS token, so no answer would ever end")
+    if tokenizer.pad_token_id is None:
+        tokenizer.pad_token = tokenizer.eos_token
+    return tokenizer
+
+
+def require_transformers(version: str) -> None:
+    """Raises ConfigError with both versions below 5.2.0 (COMPAT-5)."""
+    numbers = tuple(int("".join(c for c in part if c.isdigit()) or 0) for part in version.split(".")[:3])
+    if numbers < OLDEST_TRANSFORMERS:
+        needed = ".".join(map(str, OLDEST_TRANSFORMERS))
+        raise ConfigError(f"transformers {version} is too old, {needed} or newer is needed: pip install -U transformers")
+
+
+def refuse_config(config: Any) -> None:
+    """Raises ConfigError for layers that tree rows cannot run exactly (COMPAT-11)."""
+    kinds = set(getattr(config.get_text_config(), "layer_types", None) or ())
+    for kind in sorted(kinds - set(LAYER_TYPES)):
+        allowed = ", ".join(LAYER_TYPES)
+        raise ConfigError(f"model.path: {config.model_type} has {kind} layers, which cannot be trained; allowed: {allowed}")
+
+
+def refuse_model(model: torch.nn.Module) -> None:
+    """Raises ConfigError for attention sinks and for attention that does not go through transformers' interface (COMPAT-10)."""
+    decoder = model.get_decoder()
+    if any(name.rsplit(".", 1)[-1] in ("sinks", "sink") for name, _ in decoder.named_parameters()):
+        raise ConfigError(f"model.path: {type(model).__name__} has attention sinks, which tree attention lacks")
+    if not decoder._supports_attention_backend:
+        raise ConfigError(f"model.path: {type(model).__name__} does not support attention back ends of transformers")
+
+
+def count_parameters(model: torch.nn.Module) -> tuple[int, int]:
+    """Trainable and frozen parameters, tied weights once."""
+    trainable = sum(p.numel() for p in model.parameters() if p.requires_grad)
+    return trainable, sum(p.numel() for p in model.parameters()) - trainable
+
+
+def _loader(config: Any) -> Any:
+    architecture = (getattr(config, "architectures", None) or [""])[0]
+    images = transformers.models.auto.modeling_auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
+    if architecture and architecture in images.values():
+        return transformers.AutoModelForImageTextToText
+    return transformers.AutoModelForCausalLM
+
+
+def _freeze_outside_text(model: torch.nn.Module) -> None:
+    inside = {id(p) for module in (model.get_decoder(), model.get_output_embeddings()) for p in module.parameters()}
+    for parameter in model.parameters():
+        parameter.requires_grad_(id(parameter) in inside)
+
+
+def _source(section: Any) -> dict[str, Any]:
+    return {"trust_remote_code": True} if section.trust_remote_code else {}
+
+
+def _first_line(error: BaseException) -> str:
+    return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
