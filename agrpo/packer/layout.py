@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 
@@ -17,12 +17,10 @@ def lay_out(trie: Trie, samples: Sequence[Sample], leaves: Sequence[Node], load:
     [0 1 | 2 3 4 | 2 3 4], predicting indices [2 3 5 6], targets [4 5 6 7] (PACK-2, PACK-3).
     """
     segments = trie.segments()
-    starts, lengths, ends = _place_segments(segments)
-    token_ids = np.concatenate([s.tokens[s.start : s.end] for s in segments]).astype(np.int32, copy=False)
-    first_depths = np.fromiter((s.start for s in segments), np.int32, len(segments))
-    position_ids = np.arange(len(token_ids), dtype=np.int32) - np.repeat(starts - first_depths, lengths)
+    starts, ends = _place_segments(segments)
+    token_ids, position_ids = _path_arrays(segments)
     trained = [_trained(s) for s in samples]
-    counts = np.fromiter((s.num_trained_tokens for s in samples), np.int64, len(samples))
+    counts = np.fromiter((_size(where) for where in trained), np.int64, len(samples))
     return Row(
         token_ids=token_ids,
         position_ids=position_ids,
@@ -32,9 +30,9 @@ def lay_out(trie: Trie, samples: Sequence[Sample], leaves: Sequence[Node], load:
         predicting_index=_predicting_index(samples, leaves, trained, counts),
         target_ids=_gather([s.token_ids for s in samples], trained, counts, np.int32),
         sampler_logprobs=_gather([s.sampler_logprobs for s in samples], trained, counts, np.float32),
-        advantages=np.repeat(np.asarray([s.advantage for s in samples], np.float32), counts),
+        advantages=_spread([s.advantage for s in samples], counts, np.float32),
         versions=_gather([s.versions for s in samples], trained, counts, np.int32),
-        sample_index=np.repeat(np.arange(len(samples), dtype=np.int32), counts),
+        sample_index=_spread(range(len(samples)), counts, np.int32),
         head_ids=np.concatenate([s.head_ids for s in samples]).astype(np.int32, copy=False),
         head_logprobs=np.concatenate([s.head_logprobs for s in samples]).astype(np.float32, copy=False),
         candidates=_join_candidates(samples),
@@ -45,14 +43,27 @@ def lay_out(trie: Trie, samples: Sequence[Sample], leaves: Sequence[Node], load:
     )
 
 
-def _place_segments(segments: Sequence[Node]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Number the segments and give each its packed place: starts, lengths and ends, each [S] int32."""
-    lengths = np.fromiter((s.end - s.start for s in segments), np.int32, len(segments))
-    ends = np.cumsum(lengths, dtype=np.int32)
-    starts = ends - lengths
-    for index, (segment, start) in enumerate(zip(segments, starts.tolist(), strict=True)):
+def _place_segments(segments: Sequence[Node]) -> tuple[np.ndarray, np.ndarray]:
+    """Number the segments and give each its packed place: starts and ends, each [S] int32."""
+    start = 0
+    for index, segment in enumerate(segments):
         segment.segment, segment.packed_start = index, start
-    return starts, lengths, ends
+        start += segment.end - segment.start
+    starts = np.fromiter((s.packed_start for s in segments), np.int32, len(segments))
+    return starts, np.append(starts[1:], np.int32(start))
+
+
+def _path_arrays(segments: Sequence[Node]) -> tuple[np.ndarray, np.ndarray]:
+    """Token ids and depths in packed order, each [N] int32."""
+    depths = np.arange(max(s.end for s in segments), dtype=np.int32)
+    # Written once into place: fresh memory is what costs here, so no array is made only to be added to another.
+    num_tokens = segments[-1].packed_start + segments[-1].end - segments[-1].start
+    token_ids, position_ids = np.empty(num_tokens, np.int32), np.empty(num_tokens, np.int32)
+    for segment in segments:
+        where = slice(segment.packed_start, segment.packed_start + segment.end - segment.start)
+        token_ids[where] = segment.tokens[segment.start : segment.end]
+        position_ids[where] = depths[segment.start : segment.end]
+    return token_ids, position_ids
 
 
 def _trained(sample: Sample) -> slice | np.ndarray:
@@ -62,6 +73,10 @@ def _trained(sample: Sample) -> slice | np.ndarray:
         return slice(0, 0)
     first, last = int(positions[0]), int(positions[-1])
     return slice(first, last + 1) if last - first + 1 == len(positions) else positions
+
+
+def _size(where: slice | np.ndarray) -> int:
+    return where.stop - where.start if isinstance(where, slice) else len(where)
 
 
 def _gather(arrays: list[np.ndarray], trained: list[slice | np.ndarray], counts: np.ndarray, dtype: type) -> np.ndarray:
@@ -74,27 +89,40 @@ def _gather(arrays: list[np.ndarray], trained: list[slice | np.ndarray], counts:
     return out
 
 
+def _spread(values: Iterable[float], counts: np.ndarray, dtype: type) -> np.ndarray:
+    """Value i `counts[i]` times, one after the other, [M]."""
+    out = np.empty(int(counts.sum()), dtype)
+    start = 0
+    for value, count in zip(values, counts.tolist(), strict=True):
+        out[start : start + count] = value
+        start += count
+    return out
+
+
 def _predicting_index(
     samples: Sequence[Sample], leaves: Sequence[Node], trained: list[slice | np.ndarray], counts: np.ndarray
 ) -> np.ndarray:
     """Packed position of the predecessor of every trained token on its sample's path, [M] int32."""
-    shifts, runs = [], []  # packed index minus depth, and how many trained tokens a segment of a path predicts
-    for sample, leaf in zip(samples, leaves, strict=True):
-        path = []
-        node = leaf
-        while node.parent is not None:
-            path.append(node)
-            node = node.parent
-        for node in reversed(path):
-            shifts.append(node.packed_start - node.start)
-            runs.append(int(np.count_nonzero(sample.loss_mask[node.start + 1 : node.end + 1])))
-    out = np.repeat(np.asarray(shifts, np.int32), runs)
+    out = np.empty(int(counts.sum()), np.int32)
+    positions = np.arange(max(len(s.token_ids) for s in samples), dtype=np.int32)
     start = 0
-    for where, count in zip(trained, counts.tolist(), strict=True):
-        depths = np.arange(where.start, where.stop, dtype=np.int32) if isinstance(where, slice) else where
-        out[start : start + count] += depths.astype(np.int32, copy=False) - 1
-        start += count
+    for sample, leaf, where in zip(samples, leaves, trained, strict=True):
+        predicted = positions[where]
+        for node in _path(leaf):
+            # Segment [start, end) predicts the tokens start + 1 to end; packed index = depth + a shift per segment.
+            count = int(np.count_nonzero(sample.loss_mask[node.start + 1 : node.end + 1]))
+            np.add(predicted[:count], node.packed_start - node.start - 1, out=out[start : start + count])
+            predicted, start = predicted[count:], start + count
     return out
+
+
+def _path(leaf: Node) -> list[Node]:
+    """The segments from below the root to `leaf`."""
+    path = []
+    while leaf.parent is not None:
+        path.append(leaf)
+        leaf = leaf.parent
+    return path[::-1]
 
 
 def _join_candidates(samples: Sequence[Sample]) -> Ragged | None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -20,6 +21,14 @@ from agrpo.packer.trie import Node, Place, Trie
 from agrpo.types import Microbatch, Row, Sample, Step
 
 logger = logging.getLogger(__name__)
+
+
+class Packer(Protocol):
+    """What an option of this station offers: its settings' problems, and a planner that has them."""
+
+    def problems(self, config: Any) -> list[str]: ...
+
+    def planner(self, num_rows: int, token_budget: int, cost: Cost, microbatches_per_step: int) -> Planner: ...
 
 
 class OpenRow:
