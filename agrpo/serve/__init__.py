@@ -1,0 +1,1 @@
+"""Servers that turn token ids into token ids over HTTP: the embedded engine, and vLLM."""
