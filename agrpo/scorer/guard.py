@@ -1,0 +1,23 @@
+"""Kills the process groups of the workers when the rollout process is gone, so that what a reward started dies with it.
+
+The kernel's parent-death signal reaches a worker but not the processes a reward function started. Runs as a script, in
+its own session: reads "+group" and "-group" lines from stdin, and at its end (the rollout process died or closed) kills the rest.
+"""
+
+import contextlib
+import os
+import signal
+import sys
+
+
+def main() -> None:
+    groups: set[int] = set()
+    for line in sys.stdin:
+        (groups.add if line[0] == "+" else groups.discard)(int(line[1:]))
+    for group in groups:
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(group, signal.SIGKILL)
+
+
+if __name__ == "__main__":
+    main()
