@@ -1,8 +1,8 @@
 """Every metric, declared once: name, unit, who measures it, how a window of events becomes one number, and its meaning.
 
-A name may hold one placeholder (`rewards/{name}/mean`). *By*: W rollout process, F feeder on rank 0, L loss on all ranks,
-T training loop. *Window*: ratio = sum of numerators over sum of denominators of all events; sum, max, min; mean of the
-recorded values; last. Names outside this table (a user's own) follow the rule of their last word (LOG-3).
+A name may hold one placeholder (`rewards/{name}/mean`). *By*: W rollout process, F feeder on rank 0, L loss on all
+ranks, T training loop. *Window*: ratio = sum of numerators over sum of denominators of all events; sum, max, min; mean
+of the recorded values; last. Names outside this table (a user's own) follow the rule of their last word (LOG-3).
 """
 
 from __future__ import annotations
@@ -130,9 +130,9 @@ sampling/sampler_mass | 0..1 | L | ratio | mean sampler mass on the head tokens;
 sampling/tail_scale_mean | ratio | L | ratio | mean factor of the tail beyond the head; only with the tail model
 entropy | nats | L | ratio | mean entropy at trained positions
 aux_loss | loss | L | mean | auxiliary loss before its coefficient, mean over processes; mixture of experts only
-clip_ratio/low_mean | 0..1 | L | ratio | share of tokens with p / q < 1 - epsilon and A < 0 (with centering: any A)
+clip_ratio/low_mean | 0..1 | L | ratio | share of tokens: p / q < 1 - epsilon and A < 0 (with centering: any A)
 clip_ratio/low_min | 0..1 | L | min | smallest share of such tokens in one completion
-clip_ratio/high_mean | 0..1 | L | ratio | share of tokens with p / q > 1 + epsilon_high and A > 0 (with centering: any A)
+clip_ratio/high_mean | 0..1 | L | ratio | share of tokens: p / q > 1 + epsilon_high and A > 0 (with centering: any A)
 clip_ratio/high_max | 0..1 | L | max | largest share of such tokens in one completion
 clip_ratio/region_mean | 0..1 | L | ratio | tokens counted low or high / trained tokens
 # Rollouts

@@ -1,0 +1,148 @@
+"""Blocking HTTP calls of trainer rank 0 to the generation servers: pause, weight updates, and the proof of arrival.
+
+Every call has a limit and its error names method, URL, status and the server's own text (SYNC-10). With several servers
+a call goes to all of them; nothing is retried here, because a repeated weight update is not the same update.
+"""
+
+from __future__ import annotations
+
+import http.client
+import json
+import threading
+from collections.abc import Sequence
+from concurrent.futures import Future
+from typing import Any
+from urllib.parse import urlencode, urlsplit
+
+from agrpo.errors import ServerError
+
+MAX_ERROR_TEXT = 2000  # characters of a server's answer shown to the user
+
+
+class MissingEndpoint(ServerError):
+    """The server answered 404: the endpoint does not exist there (SRV-17)."""
+
+
+class ServerControl:
+    """The control side of one or more servers that hold the same model."""
+
+    def __init__(self, urls: Sequence[str], timeout_s: float):
+        self.urls = tuple(url.rstrip("/") for url in urls)
+        self.timeout_s = timeout_s
+
+    def request(self, url: str, method: str, path: str, body: Any = None, timeout_s: float | None = None) -> Any:
+        """One call to one server; returns the decoded JSON answer, {} for an empty one. Raises ServerError."""
+        limit = self.timeout_s if timeout_s is None else timeout_s
+        parts = urlsplit(url)
+        connect = http.client.HTTPSConnection if parts.scheme == "https" else http.client.HTTPConnection
+        connection = connect(parts.hostname or "localhost", parts.port, timeout=limit)
+        payload = None if body is None else json.dumps(body).encode()
+        headers = {"Content-Type": "application/json"} if payload is not None else {}
+        where = f"{method} {url}{path}"
+        try:
+            connection.request(method, parts.path + path, payload, headers)
+            answer = connection.getresponse()
+            status, text = answer.status, answer.read().decode("utf-8", "replace")
+        except TimeoutError as error:
+            raise ServerError(f"{where}: no answer within {limit:g} s; raise server.timeout") from error
+        except (OSError, http.client.HTTPException) as error:
+            raise ServerError(f"{where}: {type(error).__name__}: {error}") from error
+        finally:
+            connection.close()
+        if status >= 400:
+            kind = MissingEndpoint if status == 404 else ServerError
+            raise kind(f"{where} answered {status}: {_error_text(text)}")
+        return _decoded(text)
+
+    def begin(self, path: str, bodies: Sequence[Any]) -> list[Future]:
+        """Start one POST per server, each in a daemon thread; a hung server cannot keep the process alive."""
+        calls = []
+        for url, body in zip(self.urls, bodies, strict=True):
+            future: Future = Future()
+            threading.Thread(target=self._run, args=(future, url, path, body), name=f"post{path}", daemon=True).start()
+            calls.append(future)
+        return calls
+
+    def _run(self, future: Future, url: str, path: str, body: Any) -> None:
+        try:
+            future.set_result(self.request(url, "POST", path, body))
+        except BaseException as error:
+            future.set_exception(error)
+
+    def post(self, path: str, body: Any = None) -> list[Any]:
+        """POST to all servers and wait for all answers; the first error is raised."""
+        if len(self.urls) == 1:
+            return [self.request(self.urls[0], "POST", path, body)]
+        return [call.result() for call in self.begin(path, [body] * len(self.urls))]
+
+    def is_paused(self) -> bool:
+        """True if any server is paused; a server that cannot tell counts as running."""
+        try:
+            return any(self.request(url, "GET", "/is_paused").get("is_paused", False) for url in self.urls)
+        except MissingEndpoint:
+            return False
+
+    def pause(self, clear_cache: bool) -> None:
+        """Stop generation and keep the running requests (SYNC-3)."""
+        self.post("/pause?" + urlencode({"mode": "keep", "clear_cache": "true" if clear_cache else "false"}))
+
+    def resume(self) -> None:
+        self.post("/resume")
+
+    def start_update(self) -> None:
+        self.post("/start_weight_update", {})
+
+    def finish_update(self, version: int) -> None:
+        """Declare the received weights complete, with the label that answers will carry (SYNC-14)."""
+        self.post("/finish_weight_update", {"weight_version": str(version)})
+
+    def set_version(self, version: int) -> None:
+        """Label weights that came without an update call; a server that knows no labels is left without (SYNC-14)."""
+        try:
+            self.post("/update_weight_version", {"weight_version": str(version)})
+        except MissingEndpoint:
+            return
+
+    def reload_weights(self, path: str) -> None:
+        self.post("/collective_rpc", {"method": "reload_weights", "kwargs": {"weights_path": path}})
+
+    def world_sizes(self) -> list[int]:
+        """Number of processes of each server that take part in a transfer."""
+        sizes = []
+        for url in self.urls:
+            try:
+                sizes.append(int(self.request(url, "GET", "/get_world_size")["world_size"]))
+            except MissingEndpoint:
+                sizes.append(1)
+        return sizes
+
+    def dtype_name(self) -> str | None:
+        """Weight dtype of the server (`float32`), or None if it does not say."""
+        try:
+            info = self.request(self.urls[0], "GET", "/server_info?config_format=json")
+        except MissingEndpoint:
+            return None
+        dtype = (info.get("vllm_config") or {}).get("model_config", {}).get("dtype")
+        return str(dtype).removeprefix("torch.") if dtype else None
+
+    def generate(self, url: str, token_ids: Sequence[int], model: str | None, params: dict[str, Any]) -> dict:
+        """Sample one answer; returns the first choice of /inference/v1/generate."""
+        body = {"token_ids": list(token_ids), "request_id": "weight-proof", "sampling_params": params}
+        if model is not None:
+            body["model"] = model
+        return self.request(url, "POST", "/inference/v1/generate", body)["choices"][0]
+
+
+def _decoded(text: str) -> Any:
+    try:
+        return json.loads(text) if text.strip() else {}
+    except ValueError:
+        return {"text": text}
+
+
+def _error_text(text: str) -> str:
+    """The message of an error body, or the body itself, shortened."""
+    decoded = _decoded(text)
+    error = decoded.get("error", decoded) if isinstance(decoded, dict) else decoded
+    message = error.get("message", error.get("detail")) if isinstance(error, dict) else None
+    return (str(message) if message else text.strip() or "empty answer")[:MAX_ERROR_TEXT]

@@ -1,0 +1,74 @@
+"""Weights over a gloo process group: CPU tensors over TCP, on any machine."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from agrpo.schema import setting
+from agrpo.sync.session import MIB, Session, mode_problems
+
+if TYPE_CHECKING:
+    from datetime import timedelta
+
+    import torch
+
+    from agrpo.sync.control import ServerControl
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Gloo:
+    """Sends weights through the host's memory; the server holds a `GlooReceiver`."""
+
+    every_steps: int = setting(1, "optimizer steps between two syncs", ge=1)
+    mode: str = setting("auto", "what is sent: merged weights or a LoRA adapter", choices=("auto", "merged", "lora"))
+    cache: str = setting("reset", "the server's prefix cache at a sync", choices=("reset", "salt", "keep"))
+    bucket_mb: int = setting(1024, "largest piece gathered and sent at once, MiB", ge=1)
+    verify_every: int = setting(20, "prove every n-th sync; 0 = only the first", ge=0)
+
+    receiver: ClassVar[str] = "agrpo.sync.gloo.GlooReceiver"  # import path for the server
+
+    def problems(self, config: Any) -> list[str]:
+        return mode_problems(self.mode, config)
+
+    def open(self, server: ServerControl, run_dir: Path, device: Any, rank: int, world_size: int) -> Session:
+        """The sender of this trainer rank; connects at the first sync."""
+        transport = None
+        if rank == 0:
+            from agrpo.sync.collective import CollectiveTransport
+
+            transport = CollectiveTransport(server, gloo_group, "cpu", self.bucket_mb * MIB)
+        return Session(
+            server, transport, world_size=world_size, cache=self.cache, bucket_mb=self.bucket_mb,
+            verify_every=self.verify_every,
+        )
+
+
+class GlooReceiver:
+    """The receiving end inside a server: `receive` yields (name, tensor) in the sender's order, on `device`."""
+
+    def __init__(self, init_info: dict, device: Any = "cpu", worker_rank: int = 0):
+        from agrpo.sync.collective import CollectiveReceiver
+
+        self.device = device
+        self._receiver = CollectiveReceiver(init_info, gloo_group, "cpu", worker_rank)
+
+    def receive(self, update_info: dict) -> Iterator[tuple[str, torch.Tensor]]:
+        for name, tensor in self._receiver.receive(update_info):
+            yield name, tensor.to(self.device)
+
+    def close(self) -> None:
+        self._receiver.close()
+
+
+def gloo_group(store: Any, rank: int, world_size: int, timeout: timedelta, address: str) -> Any:
+    """A gloo group of its own, beside the trainer's; on loopback it listens on loopback only."""
+    import torch.distributed as dist
+
+    options = dist.ProcessGroupGloo._Options()
+    options._timeout = timeout
+    device = {"hostname": address} if address.startswith("127.") else {}
+    options._devices = [dist.ProcessGroupGloo.create_device(**device)]
+    return dist.ProcessGroupGloo(dist.PrefixStore("weights", store), rank, world_size, options)

@@ -1,0 +1,72 @@
+"""Weights over an NCCL process group: GPU to GPU, without a copy through the host."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from agrpo.schema import setting
+from agrpo.sync.session import MIB, Session, mode_problems
+
+if TYPE_CHECKING:
+    from datetime import timedelta
+
+    import torch
+
+    from agrpo.sync.control import ServerControl
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Nccl:
+    """Sends weights from the trainer's GPU to the server's GPUs; needs both."""
+
+    every_steps: int = setting(1, "optimizer steps between two syncs", ge=1)
+    mode: str = setting("auto", "what is sent: merged weights or a LoRA adapter", choices=("auto", "merged", "lora"))
+    cache: str = setting("reset", "the server's prefix cache at a sync", choices=("reset", "salt", "keep"))
+    bucket_mb: int = setting(1024, "largest piece gathered and sent at once, MiB", ge=1)
+    verify_every: int = setting(20, "prove every n-th sync; 0 = only the first", ge=0)
+
+    receiver: ClassVar[str] = "agrpo.sync.nccl.NcclReceiver"  # import path for the server
+
+    def problems(self, config: Any) -> list[str]:
+        if not getattr(config, "devices", ()):
+            return ["sync=nccl needs a GPU, none is visible; use sync=gloo or sync=disk"]
+        return mode_problems(self.mode, config)
+
+    def open(self, server: ServerControl, run_dir: Path, device: Any, rank: int, world_size: int) -> Session:
+        """The sender of this trainer rank; connects at the first sync."""
+        transport = None
+        if rank == 0:
+            from agrpo.sync.collective import CollectiveTransport
+
+            transport = CollectiveTransport(server, nccl_group, device, self.bucket_mb * MIB)
+        return Session(
+            server, transport, world_size=world_size, cache=self.cache, bucket_mb=self.bucket_mb,
+            verify_every=self.verify_every,
+        )
+
+
+class NcclReceiver:
+    """The receiving end inside a server worker, on its GPU."""
+
+    def __init__(self, init_info: dict, device: Any, worker_rank: int = 0):
+        from agrpo.sync.collective import CollectiveReceiver
+
+        self._receiver = CollectiveReceiver(init_info, nccl_group, device, worker_rank)
+
+    def receive(self, update_info: dict) -> Iterator[tuple[str, torch.Tensor]]:
+        return self._receiver.receive(update_info)
+
+    def close(self) -> None:
+        self._receiver.close()
+
+
+def nccl_group(store: Any, rank: int, world_size: int, timeout: timedelta, address: str) -> Any:
+    """An NCCL group of its own, beside the trainer's."""
+    import torch.distributed as dist
+
+    options = dist.ProcessGroupNCCL.Options()
+    options._timeout = timeout
+    return dist.ProcessGroupNCCL(dist.PrefixStore("weights", store), rank, world_size, options)

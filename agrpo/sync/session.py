@@ -1,0 +1,206 @@
+"""The one order of every weight sync, and what a failure leaves behind (SYNC-3, SYNC-10 to SYNC-12).
+
+    all ranks:  barrier ......... gather every tensor ............ agree
+    rank 0:     pause   start  ->  send bucket by bucket  ->  end    finish(version), resume    agree
+
+Rank 0 keeps gathering after its own failure, since gathering is collective; then all ranks raise the same text.
+`finish` never follows a failed transfer. A failure before the first byte resumes the server; after it the server stays
+paused.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol
+
+from agrpo.errors import ServerError
+from agrpo.sync.control import ServerControl
+
+if TYPE_CHECKING:
+    import torch
+
+    Named = tuple[str, torch.Tensor]
+
+MIB = 1024 * 1024
+PARTIAL = "the server holds partial weights and stays paused; a new run sends all weights and repairs it"
+UNTOUCHED = "no weight was changed and the server goes on with the ones it had"
+
+
+@dataclass(frozen=True, slots=True)
+class SyncTimes:
+    """Seconds of one sync; the parts are disjoint, so their sum is at most the total (SYNC-15)."""
+
+    total_s: float
+    pause_s: float
+    barrier_s: float
+    transfer_s: float
+
+
+class Transport(Protocol):
+    """How tensors reach the servers; lives on rank 0 only. Methods raise on failure and keep the time limit."""
+
+    has_sent: bool  # since `start`: the server's weights may have changed
+
+    def connect(self) -> None: ...  # before the pause; does nothing if connected
+
+    def start(self, version: int) -> None: ...
+
+    def send(self, bucket: list[Named]) -> None: ...
+
+    def end(self) -> None: ...  # the server now holds every tensor
+
+    def finish(self, version: int) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class Session:
+    """The sender of one trainer rank. `transport` is None on ranks other than 0."""
+
+    def __init__(
+        self,
+        server: ServerControl,
+        transport: Transport | None,
+        *,
+        world_size: int,
+        cache: str,
+        bucket_mb: int,
+        verify_every: int,
+    ):
+        self.server, self.transport, self.world_size = server, transport, world_size
+        self.clear_cache, self.bucket_bytes, self.verify_every = cache == "reset", bucket_mb * MIB, verify_every
+        self.num_syncs = 0
+        self._paused_by_us, self._dtype_name = False, None
+
+    @property
+    def needs_proof(self) -> bool:
+        """True after a sync whose arrival must be proven: the first, and every `verify_every`-th (SYNC-16)."""
+        if self.num_syncs == 0:
+            return False
+        return self.num_syncs == 1 or (self.verify_every > 0 and self.num_syncs % self.verify_every == 0)
+
+    def send(self, tensors: Iterable[Named], version: int, barrier: Callable[[], None]) -> SyncTimes:
+        """Make the servers equal to `tensors` under the label `version`; all ranks call it together."""
+        began = time.monotonic()
+        failure = self._attempt("pause", version, self._prepare)
+        paused = time.monotonic()
+        barrier()
+        met = time.monotonic()
+        failure = self._transfer(tensors, version, failure)
+        self._agree(failure)
+        moved = time.monotonic()
+        failure = self._attempt("finish", version, lambda: self._complete(version))
+        self._agree(failure)
+        self.num_syncs += 1
+        return SyncTimes(time.monotonic() - began, paused - began, met - paused, moved - met)
+
+    def reset(self) -> None:
+        """Forget the connection, so that the next sync reaches a server that was restarted."""
+        self.num_syncs, self._dtype_name = 0, None
+        if self.transport is not None:
+            self.transport.close()
+
+    def close(self) -> None:
+        if self.transport is not None:
+            self.transport.close()
+
+    def _prepare(self) -> None:
+        assert self.transport is not None
+        self.transport.has_sent = self._paused_by_us = False
+        if self._dtype_name is None:
+            self._dtype_name = self.server.dtype_name()
+        self.transport.connect()
+        # A server found paused holds what a crashed run left there: only a complete sync may wake it (SRV-14).
+        self._paused_by_us = not self.server.is_paused()
+        self.server.pause(self.clear_cache)
+
+    def _transfer(self, tensors: Iterable[Named], version: int, failure: str | None) -> str | None:
+        if self.transport is None:
+            for _ in tensors:
+                pass
+            return None
+        if failure is None:
+            failure = self._attempt("start", version, lambda: self.transport.start(version))
+        try:
+            for bucket in _buckets(tensors, self.bucket_bytes, self._dtype_name):
+                if failure is None:
+                    failure = self._attempt("transfer", version, lambda bucket=bucket: self.transport.send(bucket))
+        except BaseException:
+            self._abandon()  # gathering itself failed; leave the server as the rules say, then let the error travel
+            raise
+        return failure or self._attempt("transfer", version, self.transport.end)
+
+    def _complete(self, version: int) -> None:
+        assert self.transport is not None
+        self.transport.finish(version)
+        self.server.resume()
+
+    def _attempt(self, phase: str, version: int, action: Callable[[], None]) -> str | None:
+        """Run one phase on rank 0; a failure becomes the text that all ranks will raise."""
+        if self.transport is None:
+            return None
+        try:
+            action()
+            return None
+        except Exception as error:
+            cause = str(error) if isinstance(error, ServerError) else f"{type(error).__name__}: {error}"
+            return f"weight sync of version {version} failed at {phase}: {cause}; {self._abandon()}"
+
+    def _abandon(self) -> str:
+        """Leave the server in the right state after a failure and say which that is (SYNC-12)."""
+        assert self.transport is not None
+        self.transport.close()
+        if self.transport.has_sent:
+            return PARTIAL
+        if not self._paused_by_us:
+            return "no weight was changed"
+        try:
+            self.server.resume()
+        except ServerError as error:
+            return f"no weight was changed, but resuming the server failed too: {error}"
+        return UNTOUCHED
+
+    def _agree(self, failure: str | None) -> None:
+        """Raise the failure of rank 0 on every rank, so that none waits for another (SYNC-10)."""
+        if self.world_size > 1:
+            import torch.distributed as dist
+
+            texts = [failure]
+            dist.broadcast_object_list(texts, src=0)
+            failure = texts[0]
+        if failure is not None:
+            raise ServerError(failure)
+
+
+def mode_problems(mode: str, config: Any) -> list[str]:
+    """An adapter can be sent only where one is trained."""
+    if mode == "lora" and not getattr(config.model, "lora", None):
+        return ["sync.mode: lora needs model.lora; set model.lora, or sync.mode=merged"]
+    return []
+
+
+def _buckets(tensors: Iterable[Named], limit_bytes: int, dtype_name: str | None) -> Iterator[list[Named]]:
+    """Tensors in the server's dtype, in lists of at most `limit_bytes`; a larger tensor stands alone."""
+    bucket: list[Named] = []
+    size = 0
+    for name, tensor in tensors:
+        tensor = _cast(tensor.detach(), dtype_name)
+        num_bytes = tensor.numel() * tensor.element_size()
+        if bucket and size + num_bytes > limit_bytes:
+            yield bucket
+            bucket, size = [], 0
+        bucket.append((name, tensor))
+        size += num_bytes
+    if bucket:
+        yield bucket
+
+
+def _cast(tensor: torch.Tensor, dtype_name: str | None) -> torch.Tensor:
+    """Floating-point tensors in the server's dtype (SYNC-6); others unchanged."""
+    import torch
+
+    if dtype_name is None or not tensor.is_floating_point():
+        return tensor
+    return tensor.to(getattr(torch, dtype_name))
