@@ -12,7 +12,6 @@ from typing import Any
 
 import numpy as np
 
-from agrpo.errors import RolloutFailure
 from agrpo.schema import setting
 from agrpo.types import Prompt, Rollout, Turn
 
@@ -62,13 +61,10 @@ class Player:
     async def play(
         self, prompt: Prompt, generate: Generate, group_id: int, slot: int, prompt_ids: np.ndarray | None = None
     ) -> Rollout:
-        """One rollout; a failed request gives an unusable one with its reason (GEN-13). `prompt_ids` = the prompt rendered."""
+        """One rollout; RolloutFailure where its request failed. `prompt_ids` is the prompt rendered, if it is known."""
         began = time.monotonic()
-        try:
-            ids = self.render(prompt.messages) if prompt_ids is None else prompt_ids
-            turn = await generate(ids, (group_id, slot, 0))
-        except RolloutFailure as failure:
-            return Rollout((), [], failure=failure.reason, failure_text=failure.text, duration_s=time.monotonic() - began)
+        ids = self.render(prompt.messages) if prompt_ids is None else prompt_ids
+        turn = await generate(ids, (group_id, slot, 0))
         text = self._tokenizer.decode(turn.output_ids, skip_special_tokens=True)
         return Rollout(
             turns=(turn,),

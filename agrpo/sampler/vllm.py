@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-import logging
 import random
 import struct
 import time
@@ -27,7 +26,6 @@ from agrpo.schema import setting
 from agrpo.types import Turn
 
 TOKEN_PATH, TEXT_PATH = "/inference/v1/generate", "/v1/completions"
-_log = logging.getLogger(__name__)
 
 
 class RequestKey(NamedTuple):
@@ -108,6 +106,7 @@ class Client:
         self._timeout_s, self._retry_wait_s = timeout_s, retry_wait_s
         self._num_heads = sampler.num_sampler_logprobs if centering else 0
         self._speaks_tokens: dict[str, bool] = {}
+        self._answered_at: float | None = None
         # A long answer has about 600 bytes per token; a small read buffer would stop and start its transfer often.
         connector = aiohttp.TCPConnector(limit=max_connections, limit_per_host=0)
         self._http = aiohttp.ClientSession(
@@ -130,7 +129,7 @@ class Client:
         """Model name and context length (SRV-10), and which endpoint each server offers."""
         lengths = []
         for url in self.urls:
-            entries = (await self._get_json(url, "/v1/models")).get("data") or []
+            entries = _decoded(await self._get(url, "/v1/models"), url + "/v1/models").get("data") or []
             entry = _base_entry(entries, self.model_name)
             if entry is None:
                 served = ", ".join(e.get("id", "?") for e in entries) or "nothing"
@@ -151,19 +150,21 @@ class Client:
 
     async def server_info(self) -> dict[str, Any]:
         """What the first server says about itself; empty where it does not offer the endpoint."""
-        return await self._get_json(self.urls[0], "/server_info?config_format=json", optional=True)
+        body = await self._get(self.urls[0], "/server_info?config_format=json")
+        return {} if body is None else _decoded(body, "/server_info")
 
-    async def _get_json(self, url: str, path: str, optional: bool = False) -> dict[str, Any]:
+    async def _get(self, url: str, path: str) -> bytes | None:
+        """The body of a GET; None where the server does not offer the path."""
         try:
             async with self._control.get(url + path) as answer:
                 body = await answer.read()
-                if answer.status == 200:
-                    return msgspec.json.decode(body)
-                if optional and answer.status in (404, 405):
-                    return {}
-        except (aiohttp.ClientError, TimeoutError, msgspec.MsgspecError) as error:
+        except (aiohttp.ClientError, OSError, TimeoutError) as error:
             raise ServerError(f"GET {url}{path} failed: {type(error).__name__}: {error}") from error
-        raise ServerError(f"GET {url}{path} answered {answer.status}: {body[:500].decode(errors='replace')}")
+        if answer.status in (404, 405):
+            return None
+        if answer.status != 200:
+            raise ServerError(f"GET {url}{path} answered {answer.status}: {body[:500].decode(errors='replace')}")
+        return body
 
     async def generate(
         self,
@@ -231,25 +232,31 @@ class Client:
             raise _Retryable("timeout", f"{url} gave no answer in {self._timeout_s:g} s (server.timeout)") from error
         except (aiohttp.ClientError, ConnectionError) as error:
             raise _Retryable("connection", f"{url}: {type(error).__name__}: {error}") from error
+        self._answered_at = time.monotonic()
         if answer.status == 200:
             return content
         text = f"{url} answered {answer.status}: {content[:2000].decode(errors='replace')}"
         if answer.status == 429 or answer.status >= 500:
             raise _Retryable("unavailable", text)
-        _log.warning("request refused: %s", text)
         raise RolloutFailure("rejected", text)
 
     async def poll_load(self) -> ServerLoad | None:
-        """The servers' load now; None without a metrics endpoint (CONC-9). Raises on a failed or timed-out poll."""
+        """The servers' load now; None without a metrics endpoint (CONC-9). ServerError for a failed poll."""
         pages, paused = [], False
         for url in self.urls:
-            async with self._control.get(url + "/metrics") as answer:
-                if answer.status == 404:
-                    return None
-                answer.raise_for_status()
-                pages.append(await answer.text())
-            paused |= bool((await self._get_json(url, "/is_paused", optional=True)).get("is_paused"))
+            page = await self._get(url, "/metrics")
+            if page is None:
+                return None
+            pages.append(page.decode(errors="replace"))
+            state = await self._get(url, "/is_paused")
+            paused |= state is not None and bool(msgspec.json.decode(state).get("is_paused"))
         return load_of(pages, paused)
+
+    def last_answer_text(self) -> str:
+        """When a server last answered a request, in words."""
+        if self._answered_at is None:
+            return "no server has answered a request yet"
+        return f"the last answer of a server was {time.monotonic() - self._answered_at:.0f} s ago"
 
 
 class _Retryable(Exception):
@@ -258,6 +265,13 @@ class _Retryable(Exception):
     def __init__(self, reason: str, text: str):
         super().__init__(text)
         self.reason, self.text = reason, text
+
+
+def _decoded(body: bytes | None, path: str) -> dict[str, Any]:
+    try:
+        return msgspec.json.decode(body or b"")
+    except msgspec.MsgspecError as error:
+        raise ServerError(f"{path} did not answer with JSON: {error}") from error
 
 
 def _base_entry(entries: list[dict[str, Any]], model_name: str | None) -> dict[str, Any] | None:

@@ -1,0 +1,151 @@
+"""`python -m agrpo.rollout RUN_DIR`: open every part, run the loop, close every part."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+from agrpo.lifecycle import Life, run_process
+
+_LAUNCHER_PREFIXES = ("TORCHELASTIC_", "GROUP_", "ROLE_")
+_LAUNCHER_NAMES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "TORCH_FR_DUMP_TEMP_FILE")
+
+
+def leave_the_training_world() -> None:
+    """No GPU and no distributed job is visible here, before any user code is imported (ARCH-4, REW-12)."""
+    for name in list(os.environ):
+        if name in _LAUNCHER_NAMES or name.startswith(_LAUNCHER_PREFIXES):
+            del os.environ[name]
+    os.environ["CUDA_VISIBLE_DEVICES"] = os.environ["HIP_VISIBLE_DEVICES"] = ""
+
+
+def main(run_dir: Path, life: Life) -> None:
+    leave_the_training_world()
+    from agrpo.config import load
+
+    config = load(run_dir)
+    logging.basicConfig(level=config.logger.level.upper(), format="%(asctime)s %(name)s %(levelname)s %(message)s")
+    asyncio.run(run(config, run_dir, life))
+
+
+async def run(config: Any, run_dir: Path, life: Life) -> None:
+    """One run from the connection to the trainer to its `Finish`."""
+    from agrpo import wire
+    from agrpo.lifecycle import Runtime
+    from agrpo.metrics.window import Window
+    from agrpo.rollout.loop import Policy
+
+    runtime = Runtime.load(run_dir)
+    async with contextlib.AsyncExitStack() as stack:
+        life.beat("loading data and tokenizer")
+        # Opening may take long; in a thread the event loop stays free for signals and time limits.
+        rows, tokenizer, eos_ids = await asyncio.to_thread(_open_inputs, config)
+        life.beat("starting the scorer")
+        scorer = await config.scorer.open(config.data.columns() if hasattr(config.data, "columns") else None)
+        stack.push_async_callback(scorer.close)
+        life.beat("waiting for the trainer")
+        link = await wire.connect(runtime.wire_host, runtime.wire_port, runtime.wire_key)
+        stack.push_async_callback(link.close)
+        policy, window = Policy(link.start.version), Window()
+        life.beat("connecting to the server")
+        client = await config.sampler.connect(
+            urls=runtime.server_urls,
+            model_name=config.server.model_name,
+            run_seed=config.run.seed,
+            version=lambda: policy.version,
+            timeout_s=config.server.timeout,
+            max_connections=config.rollout.max_concurrent_rollouts,
+            centering=config.loss.wants_head,
+            metrics=window,
+        )
+        stack.push_async_callback(client.close)
+        player = config.env.open(tokenizer, config.sampler, client.max_model_len, eos_ids)
+        loop = await build_loop(config, rows, player, client, scorer, link, policy, window, life)
+        await loop.run()
+
+
+def _open_inputs(config: Any) -> tuple[Any, Any, frozenset[int]]:
+    from agrpo.model.load import load_tokenizer
+
+    return config.data.open(), load_tokenizer(config.model), _eos_ids(config.model)
+
+
+def _eos_ids(model: Any) -> frozenset[int]:
+    """All EOS ids of the model's generation config; none where it has no such file (GEN-10)."""
+    import transformers
+
+    try:
+        eos = transformers.GenerationConfig.from_pretrained(model.path).eos_token_id
+    except (OSError, ValueError):
+        return frozenset()
+    return frozenset() if eos is None else frozenset(int(i) for i in (eos if isinstance(eos, list) else [eos]))
+
+
+async def build_loop(
+    config: Any,
+    rows: Any,
+    player: Any,
+    client: Any,
+    scorer: Any,
+    link: Any,
+    policy: Any,
+    window: Any,
+    life: Any,
+) -> Any:
+    """The producing loop with every part it works with."""
+    from agrpo.config import locate
+    from agrpo.data.prompts import prompts_of
+    from agrpo.rollout.concurrency import Cap, Places
+    from agrpo.rollout.failures import Failures
+    from agrpo.rollout.judge import Judge
+    from agrpo.rollout.loop import Loop
+    from agrpo.rollout.play import Slots
+    from agrpo.rollout.server_watch import ServerWatch
+
+    settings = config.rollout
+    load = await client.poll_load()
+    cap = Cap.first(
+        load.kv_cache_tokens if load is not None else None,
+        client.max_model_len,
+        settings.max_concurrent_rollouts,
+        settings.concurrency.raise_only_when_reached,
+    )
+    places = Places(cap)
+    failures = Failures(settings.max_failure_frac, settings.failure_window)
+    return Loop(
+        settings=settings,
+        prompts=prompts_of(rows, config.data.shuffle, _seed(config.data.seed, config.run.seed)),
+        player=player,
+        client=client,
+        judge=Judge(
+            scorer,
+            config.advantage,
+            settings,
+            config.sampler.max_completion_length,
+            config.scorer.queue_size,
+            config.scorer.max_concurrent_groups,
+            locate(settings.accept_fn) if settings.accept_fn else None,
+            window,
+        ),
+        slots=Slots(player, client, places, failures, settings.on_error == "abort"),
+        places=places,
+        watch=ServerWatch(client, cap, places, settings.concurrency.poll_interval, window),
+        link=link,
+        policy=policy,
+        evaluations={name: (e, prompts_of(e.data.open(), False, 0)) for name, e in config.eval.items()},
+        window=window,
+        life=life,
+    )
+
+
+def _seed(own: int | None, run: int) -> int:
+    return run if own is None else own
+
+
+if __name__ == "__main__":
+    sys.exit(run_process("rollout", Path(sys.argv[1]), main))

@@ -1,0 +1,161 @@
+"""From a finished group to a ready one: size rules, scoring, advantages, stitching; or the reason why it is dropped.
+
+Finished groups wait in a queue of `scorer.queue_size`; while it is full no rollout starts (ARCH-11). Up to
+`scorer.max_concurrent_groups` groups are scored at the same time (REW-15).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from agrpo.env.stitch import stitch
+from agrpo.errors import AgrpoError, ContractError
+from agrpo.rollout import report
+from agrpo.rollout.concurrency import Places
+from agrpo.types import Group, ReadyGroup
+
+_log = logging.getLogger(__name__)
+
+
+class Dropped(Exception):
+    """The group ends here; `reason` is what the ledger counts it under."""
+
+    def __init__(self, reason: str):
+        super().__init__(reason)
+        self.reason = reason
+
+
+class Judge:
+    """`ready(group)` is a ReadyGroup, or raises Dropped."""
+
+    def __init__(
+        self,
+        scorer: Any,
+        advantage: Any,
+        settings: Any,
+        max_completion_length: int,
+        queue_size: int,
+        max_concurrent_groups: int,
+        accept: Callable[[Group], Any] | None,
+        window: Any,
+    ):
+        self._scorer, self._advantage, self._settings, self._window = scorer, advantage, settings, window
+        self._max_completion_length, self._accept = max_completion_length, accept
+        self._queue_size = queue_size
+        self._queue = asyncio.Semaphore(queue_size)
+        self._scoring = asyncio.Semaphore(max_concurrent_groups)
+        self.num_waiting = 0  # groups in the score queue
+        self.num_scoring = 0
+
+    async def ready(self, group: Group, places: Places) -> ReadyGroup:
+        self._check_size(group)
+        scored = await self._after_queue(group, places)
+        rewards = self._advantage.rewards_of(scored, self._max_completion_length)
+        advantages = self._advantage.of(scored, self._max_completion_length)
+        # Decided on the rewards, never on the advantages: no advantage function can save a group without signal (ADV-6).
+        reason = self._advantage.drop_reason(rewards)
+        report.record_scored(self._window, scored, self._advantage.has_signal(rewards), reason is not None)
+        if reason is not None:
+            raise Dropped(reason)
+        await self._check_accepted(scored)
+        ready = ready_group(scored, advantages)
+        if not ready.samples:
+            raise Dropped("no_trained_token")
+        return ready
+
+    def _check_size(self, group: Group) -> None:
+        """Enough usable rollouts to learn from (AREAL-WF-43, 45)."""
+        num_slots, num_usable = len(group.rollouts), len(group.usable)
+        minimum = self._advantage.minimum_usable(num_slots, self._settings.min_usable_group_size)
+        incomplete = self._settings.drop_incomplete_group and num_usable < num_slots
+        if incomplete or num_usable < minimum:
+            report.record_trainable(self._window, 0, num_slots)
+            raise Dropped("incomplete" if incomplete else "unusable")
+        report.record_trainable(self._window, num_usable, num_slots)
+
+    async def _after_queue(self, group: Group, places: Places) -> Group:
+        began = time.monotonic()
+        is_full = self._queue.locked()
+        if is_full:
+            places.hold()
+        try:
+            await self._queue.acquire()
+        finally:
+            if is_full:
+                places.let_go()
+        entered = time.monotonic()
+        self._window.add("rollout/score_block_s", entered - began)
+        self.num_waiting += 1
+        async with self._scoring:
+            self.num_waiting -= 1
+            self._queue.release()
+            started = time.monotonic()
+            scored = await self._rewarded(group)
+        self._window.add("rollout/score_wait_s", started - entered, 1)
+        self._window.add("rollout/score_s", time.monotonic() - started, 1)
+        return scored
+
+    async def score(self, group: Group) -> Group:
+        """The group of an evaluation with rewards; without any where scoring failed."""
+        async with self._scoring:
+            try:
+                return await self._rewarded(group)
+            except Dropped:
+                return group
+
+    async def _rewarded(self, group: Group) -> Group:
+        self.num_scoring += 1
+        try:
+            return await self._scorer.score(group)
+        except AgrpoError:
+            raise
+        except Exception as error:
+            _log.warning("group %d was not scored: %s", group.group_id, error)
+            raise Dropped("scorer_error") from error
+        finally:
+            self.num_scoring -= 1
+
+    async def _check_accepted(self, group: Group) -> None:
+        if self._accept is not None and not await asyncio.to_thread(self._is_accepted, group):
+            self._window.add("group/rejected_count", 1)
+            raise Dropped("rejected")
+        self._window.add("group/accepted_count", 1)
+
+    def _is_accepted(self, group: Group) -> bool:
+        try:
+            return bool(self._accept(group))
+        except Exception as error:
+            raise ContractError(f"rollout.accept_fn raised {type(error).__name__}: {error}") from error
+
+
+def ready_group(group: Group, advantages: np.ndarray) -> ReadyGroup:
+    """The samples of a scored group; `advantages` [usable rollouts]. Unusable rollouts give none (ADV-10)."""
+    slots = [slot for slot, rollout in enumerate(group.rollouts) if rollout.failure is None]
+    usable = group.usable
+    samples = [
+        sample
+        for slot, rollout, advantage in zip(slots, usable, advantages, strict=True)
+        for sample in stitch(rollout, advantage, group.group_id, slot)
+    ]
+    names = {name: None for rollout in usable for name in rollout.rewards}
+    sources = {name: np.array([_number(r.rewards.get(name)) for r in usable], np.float64) for name in names}
+    return ReadyGroup(
+        group_id=group.group_id,
+        row_index=group.prompt.row_index,
+        epoch=group.prompt.epoch,
+        samples=tuple(samples),
+        rewards=np.array([r.reward for r in usable], np.float64),
+        source_rewards=sources,
+        rollout_indices=np.array(slots, np.int32),
+        ready_at=time.time(),
+    )
+
+
+def _number(value: float | None) -> float:
+    return float("nan") if value is None else float(value)

@@ -1,0 +1,254 @@
+"""The producing loop: many groups in flight, each carried from its first request to the trainer by one coroutine.
+
+    admit --> play (G slots below the cap) --> score queue --> score --> advantage --> stitch --> wire
+
+Bounds: a group starts by the token credit of `Admission`, a slot by the cap of `Places`, scoring by the queue of `Judge`.
+Released by: the trainer's credit, a finished rollout, a finished scoring. Every wait is watched by `_watch_progress`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+import time
+from collections.abc import AsyncIterator, Callable, Coroutine
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from agrpo import wire
+from agrpo.env.stitch import forwarded_tokens
+from agrpo.errors import ContractError, StallError
+from agrpo.ledger import Intervals
+from agrpo.rollout import report
+from agrpo.rollout.admission import Admission
+from agrpo.rollout.concurrency import Places
+from agrpo.rollout.judge import Dropped, Judge
+from agrpo.rollout.play import Slots
+from agrpo.rollout.server_watch import ServerWatch
+from agrpo.types import Group, Prompt, Rollout
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class Policy:
+    """The weight version that the servers are known to serve."""
+
+    version: int
+
+
+class Loop:
+    """Everything one run of the rollout process works with; `run` is its life."""
+
+    def __init__(
+        self,
+        *,
+        settings: Any,  # the `rollout` section
+        prompts: Any,
+        player: Any,
+        client: Any,
+        judge: Judge,
+        slots: Slots,
+        places: Places,
+        watch: ServerWatch,
+        link: Any,
+        policy: Policy,
+        evaluations: dict[str, tuple[Any, Any]],  # name -> evaluation, its prompts
+        window: Any,
+        life: Any,
+    ):
+        self._settings, self._prompts, self._player, self._client = settings, prompts, player, client
+        self._judge, self._slots, self._places, self._watch = judge, slots, places, watch
+        self._link, self._policy, self._evaluations = link, policy, evaluations
+        self._window, self._life = window, life
+        start = link.start
+        self._is_fresh = not start.resolved and not start.ready
+        self._done = Intervals([*start.resolved, *((g, g + 1) for g in start.ready)])
+        self.admission = Admission(settings.group_size, start.limit_tokens, start.taken_tokens, start.pulled_tokens)
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._broken: asyncio.Future[None] | None = None
+        self._changed = asyncio.Event()
+        self._num_evaluating, self._num_skipped = 0, 0
+        self._reported_at = self._progress_at = time.monotonic()
+
+    async def run(self) -> None:
+        """Produce until the trainer says that the run is over; any other end is an error."""
+        self._broken = asyncio.get_running_loop().create_future()
+        work = (self._listen(), self._produce(), self._watch.run(), self._report(), self._watch_progress())
+        jobs = [asyncio.create_task(job) for job in work]
+        try:
+            done, _ = await asyncio.wait([*jobs, self._broken], return_when=asyncio.FIRST_COMPLETED)
+            for job in done:
+                job.result()
+        finally:
+            tasks = [*jobs, *self._tasks]
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _listen(self) -> None:
+        async for message in self._link.incoming():
+            match message:
+                case wire.VersionUpdate():
+                    self._policy.version = message.version
+                    self._places.cap.synced()
+                case wire.Credit():
+                    self.admission.credit(
+                        message.taken_tokens, message.pulled_tokens, message.limit_tokens, message.gate_closed
+                    )
+                case wire.RunEval():
+                    self._spawn(self._evaluate("at_end"))
+                case wire.Finish():
+                    return
+            self._changed.set()
+
+    async def _produce(self) -> None:
+        if self._is_fresh:
+            await self._evaluate("at_start")
+        async for group_id, prompt, prompt_ids in self._admitted():
+            self._spawn(self._carry(group_id, prompt, prompt_ids))
+
+    async def _admitted(self) -> AsyncIterator[tuple[int, Prompt, np.ndarray]]:
+        """Prompts in the order of group ids, each when its group may start; those that are done already are left out."""
+        for group_id in itertools.count():
+            if group_id in self._done:
+                continue
+            prompt = self._prompts.prompt_of(group_id)
+            prompt_ids = self._player.render(prompt.messages)
+            if len(prompt_ids) >= self._client.max_model_len:
+                await self._skip(group_id, prompt, len(prompt_ids))
+                continue
+            await self._until(lambda: self._places.has_room and not self._num_evaluating)
+            began = time.monotonic()
+            await self._until(lambda: self.admission.may_start() and not self._num_evaluating)
+            self._window.add("rollout/backpressure_s", time.monotonic() - began, 1)
+            self.admission.start(group_id)
+            yield group_id, prompt, prompt_ids
+
+    async def _skip(self, group_id: int, prompt: Prompt, num_tokens: int) -> None:
+        """A prompt that leaves no room for an answer (GEN-14)."""
+        limit = self._client.max_model_len
+        text = f"the prompt of row {prompt.row_index} has {num_tokens} tokens, the server's context holds {limit}"
+        if self._settings.on_long_prompt == "abort":
+            raise ContractError(f"{text}; rollout.on_long_prompt=skip leaves such prompts out")
+        if self._num_skipped % 100 == 0:
+            _log.warning("skipped: %s (number %d)", text, self._num_skipped + 1)
+        self._num_skipped += 1
+        self._window.add("rollout/skipped_prompt_count", 1)
+        await self._link.send_resolved(group_id, "prompt_too_long")
+        self._progress("skipping prompts")
+        await asyncio.sleep(0)  # a data set of nothing else must still let the trainer's messages in
+
+    async def _until(self, condition: Callable[[], bool]) -> None:
+        """Wait for `condition`, looked at after every event; a wait with nothing left to do is a sign of life."""
+        while not condition():
+            self._changed.clear()
+            if self.admission.num_open_groups == 0 and not self._num_evaluating:
+                self._beat("waiting for the trainer")
+            try:
+                await asyncio.wait_for(self._changed.wait(), 1.0)
+            except TimeoutError:
+                continue
+
+    async def _carry(self, group_id: int, prompt: Prompt, prompt_ids: np.ndarray) -> None:
+        """One group, from its first request to the trainer or to the reason why it is dropped."""
+        group = await self._play(group_id, prompt, prompt_ids)
+        try:
+            ready = await self._judge.ready(group, self._places)
+        except Dropped as dropped:
+            self.admission.drop(group_id)
+            await self._send_metrics()
+            await self._link.send_resolved(group_id, dropped.reason)
+        else:
+            self.admission.send(group_id, ready.raw_tokens)
+            await self._send_metrics()
+            await self._link.send_ready(ready)
+        self._progress("generating")
+
+    async def _play(self, group_id: int, prompt: Prompt, prompt_ids: np.ndarray) -> Group:
+        """All slots at once; one that fails neither cancels nor loses the others (AREAL-WF-40)."""
+        versions: list[int] = []
+
+        async def play(slot: int) -> Rollout:
+            start = lambda: versions.append(self._policy.version)  # noqa: E731
+            rollout = await self._slots.play(prompt, group_id, slot, prompt_ids=prompt_ids, on_start=start)
+            self.admission.finish_rollout(group_id, None if rollout.failure else forwarded_tokens(rollout))
+            self._progress("generating")
+            return rollout
+
+        num_slots = self._settings.group_size
+        rollouts = await asyncio.gather(*(play(slot) for slot in range(num_slots)))
+        group = Group(group_id, prompt, tuple(rollouts), versions[0], time.monotonic())
+        report.record_played(self._window, group, num_slots)
+        return group
+
+    async def _evaluate(self, when: str) -> None:
+        """Every evaluation that is due. No group starts meanwhile, so that the answers are soon there."""
+        self._num_evaluating += 1
+        try:
+            for name, (evaluation, prompts) in self._evaluations.items():
+                if getattr(evaluation, when):
+                    result = await evaluation.run(prompts, self._play_eval, self._score_eval, self._policy.version)
+                    await self._link.send_eval(name, result)
+        finally:
+            self._num_evaluating -= 1
+            self._changed.set()
+
+    async def _play_eval(self, prompt: Prompt, group_id: int, slot: int, temperature: float) -> Rollout:
+        rollout = await self._slots.play(prompt, group_id, slot, temperature)
+        self._progress("evaluating")
+        return rollout
+
+    async def _score_eval(self, group: Group) -> Group:
+        scored = await self._judge.score(group)
+        self._progress("evaluating")
+        return scored
+
+    def _progress(self, phase: str) -> None:
+        self._beat(phase)
+        self._changed.set()
+
+    def _beat(self, phase: str) -> None:
+        self._progress_at = time.monotonic()
+        self._life.beat(phase, in_flight=len(self._slots.in_flight), open_groups=self.admission.num_open_groups)
+
+    async def _send_metrics(self) -> None:
+        now = time.monotonic()
+        self._window.add("rollout/generated_tokens_per_s", 0, now - self._reported_at)
+        self._reported_at = now
+        await self._link.send_metrics(self._window.to_wire())
+
+    async def _report(self) -> None:
+        """Gauges, and metrics while no group finishes; a slow channel only makes the next window larger (ARCH-14)."""
+        while True:
+            await asyncio.sleep(1.0)
+            self._window.add("rollout/score_queue_size", self._judge.num_waiting)
+            self._window.add("rollout/concurrency", self._places.cap.num_in_flight)
+            self._window.add("rollout/concurrency_cap", self._places.cap.value)
+            await self._send_metrics()
+
+    async def _watch_progress(self) -> None:
+        """No finished turn, scored group or permitted wait for `rollout.progress_timeout` seconds ends the run (ARCH-8)."""
+        limit = self._settings.progress_timeout or float("inf")
+        while True:
+            await asyncio.sleep(min(1.0, limit / 4))
+            silent = time.monotonic() - self._progress_at
+            if silent > limit:
+                raise StallError(
+                    f"no rollout, score or sample for {silent:.0f} s (rollout.progress_timeout={limit:g}): "
+                    f"{self._slots.oldest_text()}; {self._judge.num_waiting} groups wait for scoring, "
+                    f"{self._judge.num_scoring} are being scored; {self._client.last_answer_text()}"
+                )
+
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._ended)
+
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and task.exception() is not None and not self._broken.done():
+            self._broken.set_exception(task.exception())

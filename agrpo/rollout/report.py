@@ -1,0 +1,90 @@
+"""What the rollout process measures, as events of a metrics window (MET, rows marked W; LOG-6)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from agrpo.env.stitch import chains, drift_tokens
+from agrpo.types import Group, Rollout, Turn
+
+
+def record_played(window: Any, group: Group, num_slots: int) -> None:
+    """Lengths, turns, forks and failures of a group whose slots have all ended."""
+    usable = group.usable
+    window.add("group/target_slot_count", num_slots)
+    window.add("group/usable_slot_count", len(usable))
+    window.add("group/fully_masked_group", float(not usable))
+    window.add("group/singleton_slot_group", float(len(usable) == 1))
+    window.add("group/pre_filter_usable_slot_yield", len(usable), num_slots)
+    failed = [r.failure for r in group.rollouts if r.failure is not None]
+    window.add("rollout/failed_count", len(failed))
+    for reason in failed:
+        window.add(f"rollout/failed_{reason}_count", 1)
+    if not usable:
+        return
+    _record_lengths(window, usable)
+    window.add("rollout/duration_s", sum(r.duration_s for r in usable), len(usable))
+    window.add("rollout/turns_mean", sum(len(r.turns) for r in usable), len(usable))
+    window.add("rollout/turns_max", max(len(r.turns) for r in usable))
+    _record_forks(window, usable)
+
+
+def _record_lengths(window: Any, usable: list[Rollout]) -> None:
+    lengths = [sum(len(t.output_ids) for t in r.turns) for r in usable]
+    ended = [n for n, r in zip(lengths, usable, strict=True) if not r.truncated]
+    for kind, values in (("", lengths), ("terminated_", ended)):
+        if values:
+            window.add(f"completions/mean_{kind}length", sum(values), len(values))
+            window.add(f"completions/min_{kind}length", min(values))
+            window.add(f"completions/max_{kind}length", max(values))
+    window.add("rollout/generated_tokens_per_s", sum(lengths), 0)
+    window.add("completions/clipped_ratio", len(lengths) - len(ended), len(lengths))
+    distinct = {tuple(_generated(t) for t in r.turns) for r in usable}
+    window.add("completions/duplicate_frac", len(usable) - len(distinct), len(usable))
+
+
+def _generated(turn: Turn) -> bytes:
+    return turn.output_ids.tobytes()
+
+
+def _record_forks(window: Any, usable: list[Rollout]) -> None:
+    num_samples = sum(sum(any(t.output_mask.any() for t in c) for c in chains(r.turns)) for r in usable)
+    window.add("rollout/samples_per_rollout", num_samples, len(usable))
+    drifts = [d for r in usable for d in drift_tokens(r.turns)]
+    if drifts:
+        forks = sum(len(chains(r.turns)) - 1 for r in usable)
+        window.add("rollout/fork_frac", forks, len(drifts))
+        window.add("rollout/drift_tokens_mean", sum(drifts), len(drifts))
+        window.add("rollout/drift_tokens_max", max(drifts))
+
+
+def record_scored(window: Any, group: Group, has_signal: bool, dropped: bool) -> None:
+    """Rewards of a scored group; `has_signal` = at least two scored rewards that differ."""
+    usable = group.usable
+    for name in {name: None for r in usable for name in r.rewards}:
+        values = [r.rewards[name] for r in usable if r.rewards.get(name) is not None]
+        if values:
+            window.add(f"rewards/{name}/mean", sum(values), len(values))
+    rewards = np.array([r.reward for r in usable], np.float64)
+    scored = rewards[~np.isnan(rewards)]
+    window.add("frac_reward_zero_std", float(not has_signal), 1)
+    if len(scored):
+        window.add("reward", scored.sum(), len(scored))
+        if dropped:
+            window.add("reward_dropped", scored.sum(), len(scored))
+
+
+def record_trainable(window: Any, num_trainable: int, num_slots: int) -> None:
+    """`num_trainable` slots of a group passed the size rules; 0 for a group they dropped."""
+    window.add("group/trainable_slot_count", num_trainable)
+    window.add("group/pre_filter_trainable_slot_yield", num_trainable, num_slots)
+
+
+def record_load(window: Any, load: Any, num_preempted: float) -> None:
+    """One look at the server outside of weight syncs."""
+    window.add("rollout/vllm_kv_cache_usage_frac", load.kv_cache_usage)
+    window.add("rollout/vllm_running_requests", load.num_running)
+    window.add("rollout/vllm_queued_requests", load.num_waiting)
+    window.add("rollout/vllm_preemption_count", num_preempted)
