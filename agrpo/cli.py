@@ -1,0 +1,98 @@
+"""The command line: parse, call one function, print an error in one line. Nothing heavy is imported before it is needed."""
+
+from __future__ import annotations
+
+import sys
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from agrpo import __version__
+from agrpo.errors import AgrpoError, ConfigError
+
+if TYPE_CHECKING:
+    from agrpo.config.compose import Job
+
+app = typer.Typer(
+    name="agrpo",
+    help="Asynchronous GRPO for language models: generation and training overlap, from one command.",
+    epilog="Start with: agrpo train +recipe=quickstart",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+TRAIN_HELP = """Train a model. OVERRIDES are key=value pairs, group choices such as loss=grpo, and +recipe=NAME.
+
+\b
+Examples:
+  agrpo train +recipe=quickstart                        learn on a CPU, in minutes
+  agrpo train +recipe=deepmath --dry-run                show processes, commands, memory; start nothing
+  agrpo train model.path=Qwen/Qwen3-0.6B data=jsonl data.path=train.jsonl \\
+      'scorer.functions=[my_rewards.exact]'             your model, data and reward
+  agrpo train +recipe=quickstart run.output_dir=DIR run.resume=auto     continue a run
+  agrpo train -m +recipe=quickstart loss=score_centering,grpo           one job per value
+
+\b
+Options and their meaning:
+  agrpo train --cfg job                                 every key with its default
+  agrpo train +recipe=quickstart --cfg job              the same, under a recipe
+  agrpo train loss=?                                    the options of a group; groups: data env sampler scorer
+                                                        advantage packer loss sync eval server model optimizer logger
+  agrpo train +recipe=?                                 the recipes
+"""
+
+
+@app.callback(invoke_without_command=True)
+def root(version: Annotated[bool, typer.Option("--version", help="Show the version and exit.")] = False) -> None:
+    if version:
+        print(f"agrpo {__version__}")
+        raise typer.Exit
+
+
+@app.command(help=TRAIN_HELP, epilog="Exit codes: 0 success, 1 unexpected error, 2 wrong usage, 3 configuration refused, "
+             "4 server or host check failed, 5 contract error in user code, 6 stall or time-out.")
+def train(
+    overrides: Annotated[list[str] | None, typer.Argument(metavar="OVERRIDES", show_default=False)] = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Check and show the plan; start nothing.")] = False,
+    multirun: Annotated[bool, typer.Option("--multirun", "-m", help="One job per combination of a,b values.")] = False,
+    config_dir: Annotated[str | None, typer.Option(help="Folder with more YAML: DIR/loss/mine.yaml is loss=mine.")] = None,
+    cfg: Annotated[str | None, typer.Option(metavar="job|hydra|all", help="Print the configuration; start nothing.")] = None,
+    resolve: Annotated[bool, typer.Option("--resolve", help="With --cfg: resolve interpolations.")] = False,
+) -> None:
+    from agrpo.config import compose
+
+    if cfg not in (None, "job", "hydra", "all"):
+        raise typer.BadParameter(f"--cfg must be job, hydra or all, got {cfg}")
+    request = compose.Request(list(overrides or []), dry_run, multirun, config_dir, cfg, resolve)
+    _leave_with(lambda: compose.run(request, start_job))
+
+
+def start_job(job: Job) -> float | None:
+    """Check one composed job, then plan or run it; the objective's value goes back to a sweeper (CLI-9)."""
+    from agrpo import launch
+
+    return launch.start(job)
+
+
+def _leave_with(run: object) -> None:
+    """Call `run` and turn how it ends into lines on stderr and an exit code (CLI-11)."""
+    try:
+        run()
+    except AgrpoError as error:
+        lines = error.problems if isinstance(error, ConfigError) else [str(error)]
+        for line in lines:
+            print(line, file=sys.stderr)
+        raise typer.Exit(error.exit_code) from None
+    except KeyboardInterrupt as interrupt:
+        raise typer.Exit(getattr(interrupt, "exit_code", 130)) from None
+
+
+def main() -> None:
+    app()
+
+
+if __name__ == "__main__":
+    main()

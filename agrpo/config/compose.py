@@ -1,0 +1,266 @@
+"""From the command line to a composed configuration: the only file that knows Hydra.
+
+Hydra's own runner is used, so sweepers, launchers, `--cfg` and `--config-dir` work. What it says badly is said here:
+unknown group options before it runs, unknown keys after (each override is added by force, and the reader of the tree
+names all that do not exist), so that every fault of a command line is reported at once.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import difflib
+import os
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from agrpo.config.devices import ASSUMED, Devices, detect
+from agrpo.errors import ConfigError
+
+ROOT = "train"
+# CFG-sync: the one default that depends on the machine; conf/train.yaml reads it from this variable.
+SYNC_VARIABLE, DEFAULT_SYNC = "AGRPO_DEFAULT_SYNC", {"gpu": "nccl", "cpu": "gloo"}
+
+
+class NeedsAssumedDevices(Exception):
+    """Raised by a dry run's job where no GPU is present but the plan needs one: compose again for an assumed machine."""
+
+
+@dataclass(frozen=True)
+class Request:
+    """What was asked on the command line."""
+
+    overrides: list[str]
+    dry_run: bool = False
+    multirun: bool = False
+    config_dir: str | None = None
+    show: str | None = None  # Hydra's --cfg: job, hydra or all
+    resolve: bool = False
+
+
+@dataclass(frozen=True)
+class Job:
+    """One job of the request, as its task function gets it."""
+
+    tree: dict[str, Any]  # the composed configuration, run.output_dir filled in, unchecked
+    overrides: list[str]
+    devices: Devices
+    dry_run: bool
+    multirun: bool
+    number: int | None  # position in a sweep
+
+
+def conf_dir() -> Path:
+    """The folder of shipped YAML: beside the package in a checkout, inside it in an installed wheel."""
+    package = Path(__file__).resolve().parents[1]
+    return package / "conf" if (package / "conf").is_dir() else package.parent / "conf"
+
+
+def run(request: Request, start: Callable[[Job], float | None]) -> None:
+    """Compose each job of the request and hand it to `start`. Raises ConfigError for what Hydra refuses."""
+    overrides, problems = _prepare(request.overrides, request.config_dir)
+    if problems:
+        raise ConfigError(problems + _faults_of_rest(request, overrides))
+    if os.getcwd() not in sys.path:
+        sys.path.append(os.getcwd())  # import paths of a user's own code work from the folder it lies in
+    try:
+        _run_hydra(request, overrides, start, detect())
+    except NeedsAssumedDevices:
+        _run_hydra(request, overrides, start, ASSUMED)
+
+
+def _run_hydra(request: Request, overrides: list[str], start: Callable, devices: Devices) -> None:
+    import hydra
+    from hydra.errors import HydraException
+    from omegaconf.errors import OmegaConfBaseException
+
+    arguments = ["agrpo train", *overrides]
+    arguments += ["--multirun"] if request.multirun else []
+    arguments += ["--config-dir", request.config_dir] if request.config_dir else []
+    arguments += ["--cfg", request.show] if request.show else []
+    arguments += ["--resolve"] if request.resolve else []
+    # Full errors make Hydra raise instead of printing and exiting; DEFAULT_SYNC is read by conf/train.yaml.
+    variables = {"HYDRA_FULL_ERROR": "1", SYNC_VARIABLE: DEFAULT_SYNC[devices.kind]}
+    task = _Task(start, devices, request.dry_run, request.multirun, time.time())
+    with _replaced(arguments, variables):
+        try:
+            hydra.main(version_base="1.3", config_path=str(conf_dir()), config_name=ROOT)(task)()
+        except (HydraException, OmegaConfBaseException) as error:
+            raise ConfigError(_one_line(error)) from error
+        except OSError:
+            # The run folder could not be made: the checks name it, with everything else that is wrong.
+            faults = _faults_of_rest(request, overrides)
+            if faults:
+                raise ConfigError(faults) from None
+            raise
+
+
+@dataclass(frozen=True)
+class _Task:
+    """Hydra's task function: one call per job; a class, because launchers pickle it."""
+
+    start: Callable[[Job], float | None]
+    devices: Devices
+    dry_run: bool
+    multirun: bool
+    begun_at: float
+
+    def __call__(self, composed: Any) -> float | None:
+        from hydra.core.hydra_config import HydraConfig
+        from omegaconf import OmegaConf
+
+        hydra = HydraConfig.get()
+        folder = Path(hydra.runtime.output_dir)
+        tree = OmegaConf.to_container(composed, resolve=True, throw_on_missing=False)
+        if isinstance(tree.get("run"), dict):
+            tree["run"]["output_dir"] = str(folder)
+        if isinstance(tree.get("rollout"), dict):
+            recipe = hydra.runtime.choices.get("recipe") or "default"
+            tree["rollout"]["experiment_name"] = tree["rollout"].get("experiment_name") or recipe
+            tree["rollout"]["trial_name"] = tree["rollout"].get("trial_name") or folder.name
+        number = hydra.job.num if self.multirun else None
+        shown = _shown(list(hydra.overrides.task))
+        try:
+            return self.start(Job(tree, shown, self.devices, self.dry_run, self.multirun, number))
+        finally:
+            _remove_if_unused(folder, self.begun_at)
+
+
+def compose_tree(overrides: list[str], config_dir: str | None = None) -> dict[str, Any]:
+    """The composed configuration as plain values, unchecked; run.output_dir as configured. Raises ConfigError."""
+    from hydra import compose, initialize_config_dir
+    from hydra.core.global_hydra import GlobalHydra
+    from hydra.errors import HydraException
+    from omegaconf import OmegaConf
+    from omegaconf.errors import OmegaConfBaseException
+
+    overrides, problems = _prepare(overrides, config_dir)
+    if problems:
+        raise ConfigError(problems)
+    path = [f"hydra.searchpath=[file://{Path(config_dir).resolve()}]"] if config_dir else []
+    outer = GlobalHydra.instance().hydra
+    GlobalHydra.instance().clear()
+    try:
+        with initialize_config_dir(str(conf_dir()), version_base="1.3"):
+            composed = compose(ROOT, overrides + path)
+        return OmegaConf.to_container(composed, resolve=True, throw_on_missing=False)
+    except (HydraException, OmegaConfBaseException) as error:
+        raise ConfigError(_one_line(error)) from error
+    finally:
+        GlobalHydra.instance().hydra = outer
+
+
+def options(group: str, config_dir: str | None = None) -> list[str]:
+    """The names that `group=NAME` accepts."""
+    return sorted({p.stem for folder in _folders(config_dir) for p in (folder / group).glob("*.yaml")})
+
+
+def _folders(config_dir: str | None) -> list[Path]:
+    return [conf_dir()] + ([Path(config_dir)] if config_dir else [])
+
+
+def _prepare(overrides: list[str], config_dir: str | None) -> tuple[list[str], list[str]]:
+    """Overrides in the form Hydra takes without complaint, and the faults of those left out."""
+    from hydra.core.override_parser.overrides_parser import OverridesParser
+    from hydra.errors import HydraException
+
+    if config_dir and not Path(config_dir).is_dir():
+        raise ConfigError(f"--config-dir {config_dir} is not a folder")
+    parser, prepared, problems = OverridesParser.create(), [], []
+    groups = {p.name for folder in _folders(config_dir) for p in folder.iterdir() if p.is_dir()}
+    # A search path of the user's may hold options that are not visible here.
+    open_ended = any(o.startswith("hydra.searchpath") for o in overrides)
+    for text in overrides:
+        try:
+            override = parser.parse_overrides([text])[0]
+        except HydraException as error:
+            problems.append(f"{text} is not an override such as key=value ({_one_line(error)})")
+            continue
+        key = override.key_or_group
+        if key in groups and not override.is_delete():
+            faults = [] if open_ended else _choice_faults(override, key, config_dir)
+            problems += faults
+            prepared += [] if faults else [_as_choice(text, key)]
+        elif override.is_delete() or override.package is not None or "/" in key or key.split(".")[0] == "hydra":
+            prepared.append(text)
+        else:
+            prepared.append("++" + text.lstrip("+"))
+    return prepared, problems
+
+
+def _as_choice(text: str, group: str) -> str:
+    """`recipe` alone is no part of the defaults list, so it alone is appended, whether or not the + was typed."""
+    return "+" * (group == "recipe") + text.lstrip("+")
+
+
+def _choice_faults(override: Any, group: str, config_dir: str | None) -> Iterator[str] | list[str]:
+    value = override.value()
+    if override.is_sweep_override():
+        names = [str(v) for v in value.list] if hasattr(value, "list") else []
+    else:
+        names = [str(v) for v in value] if isinstance(value, list) else [str(value)]
+    known = options(group, config_dir)
+    faults = []
+    for name in names:
+        if name in known or isinstance(value, dict) or "/" in name:
+            continue
+        near = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
+        meant = f"; did you mean {group}={near[0]}?" if near else ""
+        faults.append(f"{group}={name} does not exist{meant} (options: {', '.join(known)})")
+    return faults
+
+
+def _faults_of_rest(request: Request, overrides: list[str]) -> list[str]:
+    """Faults of the overrides that could be parsed: they belong into the same report. Sweeps are left out."""
+    from agrpo.config import check
+
+    try:
+        check(compose_tree([] if request.multirun else overrides, request.config_dir), detect())
+    except ConfigError as error:
+        return [line for line in error.problems if "is required" not in line]
+    return []
+
+
+def _shown(overrides: list[str]) -> list[str]:
+    """Overrides as a user would type them."""
+    return [o.removeprefix("++") for o in overrides]
+
+
+def _one_line(error: Exception) -> str:
+    """The useful part of an error: Hydra wraps it, so the innermost cause speaks."""
+    cause = error.__cause__ if isinstance(error.__cause__, Exception) else error
+    text = str(cause) or str(error)
+    key = getattr(cause, "full_key", None)
+    line = " ".join(text.replace(f"full_key: {key}", "").split(" object_type=")[0].split())
+    return line if not key or key in line else f"{key}: {line}"
+
+
+@contextlib.contextmanager
+def _replaced(arguments: list[str], variables: dict[str, str]) -> Iterator[None]:
+    """Hydra's runner reads sys.argv and the environment; both are put back afterwards."""
+    argv, before = sys.argv, {name: os.environ.get(name) for name in variables}
+    sys.argv = arguments
+    os.environ.update(variables)
+    try:
+        yield
+    finally:
+        sys.argv = argv
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
+
+
+def _remove_if_unused(folder: Path, begun_at: float) -> None:
+    """Hydra makes the run folder before the checks; a refused or dry run leaves none behind."""
+    for path in (folder, *folder.parents[:2]):
+        try:
+            if path.stat().st_mtime < begun_at - 1 or any(path.iterdir()):
+                return
+            path.rmdir()
+        except OSError:
+            return

@@ -1,0 +1,102 @@
+"""Which accelerators this machine has, found without loading torch: `--help` and `--dry-run` stay fast."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+
+@dataclass(frozen=True, slots=True)
+class Gpu:
+    visible_id: str  # what goes into CUDA_VISIBLE_DEVICES: a number or a UUID
+    name: str
+    memory_mib: int
+    compute_capability: float  # 0 where unknown
+
+
+@dataclass(frozen=True, slots=True)
+class Devices:
+    """The GPUs visible to this process. Indices in `run.devices` count in this order, from 0."""
+
+    gpus: tuple[Gpu, ...] = ()
+    assumed: bool = False  # true = a stand-in machine, for planning where no GPU is present
+
+    def __len__(self) -> int:
+        return len(self.gpus)
+
+    @property
+    def has_gpu(self) -> bool:
+        return bool(self.gpus)
+
+    @property
+    def kind(self) -> str:
+        return "gpu" if self.gpus else "cpu"
+
+
+# Two GPUs of 80 GiB: what a plan made on a machine without GPU assumes.
+ASSUMED = Devices(tuple(Gpu(str(i), "assumed GPU", 81920, 9.0) for i in range(2)), assumed=True)
+
+
+def detect(environment: Mapping[str, str] | None = None) -> Devices:
+    """The GPUs of this machine that the environment leaves visible; none where there is no driver."""
+    environment = os.environ if environment is None else environment
+    gpus = _nvidia() or _amd()
+    for name in ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES"):
+        if name in environment:
+            gpus = _visible(gpus, environment[name])
+    return Devices(tuple(gpu for _, gpu in gpus))
+
+
+def _nvidia() -> list[tuple[str, Gpu]]:
+    """(UUID, GPU) of each NVIDIA GPU, in the driver's order."""
+    command = shutil.which("nvidia-smi")
+    if command is None or not Path("/proc/driver/nvidia").exists():
+        return []
+    query = [command, "--query-gpu=index,uuid,name,memory.total,compute_cap", "--format=csv,noheader,nounits"]
+    try:
+        text = subprocess.run(query, capture_output=True, text=True, timeout=20, check=True).stdout
+    except (OSError, subprocess.SubprocessError):
+        return []
+    gpus = []
+    for line in text.splitlines():
+        index, uuid, name, memory, capability = (part.strip() for part in line.split(","))
+        gpus.append((uuid, Gpu(index, name, int(_number(memory)), _number(capability))))
+    return gpus
+
+
+def _amd() -> list[tuple[str, Gpu]]:
+    """(number, GPU) of each AMD GPU that the kernel driver lists; a node without SIMD units is a CPU."""
+    gpus: list[tuple[str, Gpu]] = []
+    for node in sorted(Path("/sys/class/kfd/kfd/topology/nodes").glob("*"), key=lambda p: int(p.name)):
+        try:
+            properties = dict(line.split(maxsplit=1) for line in (node / "properties").read_text().splitlines())
+            if int(properties.get("simd_count", "0")) == 0:
+                continue
+            banks = [(b / "properties").read_text() for b in (node / "mem_banks").glob("*")]
+            memory = sum(int(line.split()[1]) for text in banks for line in text.splitlines() if "size_in_bytes" in line)
+        except (OSError, ValueError):
+            continue
+        gpus.append((str(len(gpus)), Gpu(str(len(gpus)), "AMD GPU", memory >> 20, 0.0)))
+    return gpus
+
+
+def _visible(gpus: list[tuple[str, Gpu]], listed: str) -> list[tuple[str, Gpu]]:
+    """The GPUs a *_VISIBLE_DEVICES value leaves; as in the driver, the first unknown entry ends the list."""
+    kept = []
+    for entry in filter(None, (part.strip() for part in listed.split(","))):
+        match = [g for g in gpus if entry in (g[1].visible_id, g[0]) or (len(entry) > 4 and g[0].startswith(entry))]
+        if not match:
+            break
+        kept.append(match[0])
+    return kept
+
+
+def _number(text: str) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        return 0.0
