@@ -185,12 +185,13 @@ def _ready_group(header: _ReadyHeader, arrays: list[np.ndarray]) -> ReadyGroup:
     sources = dict(zip(header.sources, arrays[10:], strict=False))
     candidate_values, candidate_lengths = arrays[-2:] if header.has_candidates else (None, None)
     token_at, term_at = np.concatenate([[0], np.cumsum(lengths)]), np.concatenate([[0], np.cumsum(trained)])
+    candidate_at = np.concatenate([[0], np.cumsum(candidate_lengths)]) if header.has_candidates else None
     samples = []
     for i, advantage in enumerate(header.advantages):
         tokens, terms = slice(token_at[i], token_at[i + 1]), slice(term_at[i], term_at[i + 1])
         candidates = None
         if header.has_candidates:
-            offsets = np.concatenate([[0], np.cumsum(candidate_lengths)])[term_at[i] : term_at[i + 1] + 1]
+            offsets = candidate_at[term_at[i] : term_at[i + 1] + 1]
             candidates = Ragged(candidate_values[offsets[0] : offsets[-1]], offsets - offsets[0])
         samples.append(
             Sample(
@@ -343,6 +344,10 @@ class Listener:
             self._writer.join(flush_s)
         for end in (self._peer, self._socket):
             if end is not None:
+                try:
+                    end.shutdown(socket.SHUT_RDWR)  # wakes the reading thread, which close alone does not
+                except OSError:
+                    pass
                 end.close()
 
     def _run(self) -> None:

@@ -1,0 +1,67 @@
+"""The resolved set against a plain Python set, the event log's replay, and the admission window."""
+
+import json
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from agrpo.ledger import AdmissionCredit, Intervals, Ledger, replay
+
+
+@given(st.lists(st.integers(0, 40)))
+def test_intervals_equal_a_set(values):
+    intervals, plain = Intervals(), set()
+    for value in values:
+        assert intervals.add(value) == (value not in plain)
+        plain.add(value)
+    assert len(intervals) == len(plain)
+    assert [v for v in range(42) if v in intervals] == sorted(plain)
+    pairs = intervals.to_list()
+    assert all(a[1] < b[0] for a, b in zip(pairs, pairs[1:], strict=False))  # disjoint and not adjacent
+    assert Intervals(pairs).to_list() == pairs
+
+
+def test_a_resume_voids_what_was_written_after_its_checkpoint(tmp_path):
+    path = tmp_path / "ledger.jsonl"
+    ledger = Ledger(path)
+    ledger.start("first", None)
+    ledger.ready(0, 3)
+    ledger.trained(0, 3, step=1)
+    state = json.loads(json.dumps(ledger.state()))
+    ledger.ready(1, 5)
+    ledger.trained(1, 5, step=2)  # lost with the weights of step 2
+    ledger.dropped(2, "zero_std")
+    ledger.close()
+
+    resumed = Ledger(path)
+    resumed.start("second", state)
+    assert 0 in resumed.resolved and 1 not in resumed.resolved and 2 not in resumed.resolved
+    resumed.ready(1, 5)
+    resumed.trained(1, 2, step=2)
+    resumed.trained(1, 3, step=3)
+    resumed.dropped(2, "zero_std")
+    groups = replay(path)
+    assert groups[0]["trained"] == 3 and groups[0]["steps"] == [1]
+    assert groups[1] == {"ready": 5, "trained": 5, "dropped": 0, "steps": [2, 3], "reasons": []}
+    assert groups[2]["reasons"] == ["zero_std"]
+    assert resumed.reasons == {"trained": 2, "zero_std": 1}
+
+
+def test_a_fresh_start_in_a_used_folder_voids_everything(tmp_path):
+    path = tmp_path / "ledger.jsonl"
+    first = Ledger(path)
+    first.start("first", None)
+    first.ready(7, 1)
+    first.close()
+    Ledger(path).start("second", None)
+    assert replay(path) == {}
+
+
+def test_window_is_the_mean_of_the_last_steps_times_staleness():
+    credit = AdmissionCredit(max_staleness=4, window_steps=2, first_window_tokens=100_000)
+    assert credit.limit_tokens() == 400_000  # STA-4
+    assert credit.limit_tokens(sharing=3.5) == 1_400_000
+    for used in (10, 30, 50):
+        credit.step_used(used)
+    assert credit.limit_tokens(sharing=3.5) == 4 * 40
+    assert AdmissionCredit(0, 1, 100).limit_tokens() == 100  # max(staleness, 1)
