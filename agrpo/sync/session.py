@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
 MIB = 1024 * 1024
 PARTIAL = "the server holds partial weights and stays paused; a new run sends all weights and repairs it"
+COMPLETE = "all weights arrived, but the server stays paused; a new run resumes it"
 UNTOUCHED = "no weight was changed and the server goes on with the ones it had"
 
 
@@ -72,7 +73,8 @@ class Session:
         self.server, self.transport, self.world_size = server, transport, world_size
         self.clear_cache, self.bucket_bytes, self.verify_every = cache == "reset", bucket_mb * MIB, verify_every
         self.num_syncs = 0
-        self._paused_by_us, self._dtype_name = False, None
+        self._paused_by_us = self._is_complete = False
+        self._dtype_name: str | None = None
 
     @property
     def needs_proof(self) -> bool:
@@ -108,7 +110,7 @@ class Session:
 
     def _prepare(self) -> None:
         assert self.transport is not None
-        self.transport.has_sent = self._paused_by_us = False
+        self.transport.has_sent = self._paused_by_us = self._is_complete = False
         if self._dtype_name is None:
             self._dtype_name = self.server.dtype_name()
         self.transport.connect()
@@ -135,6 +137,7 @@ class Session:
     def _complete(self, version: int) -> None:
         assert self.transport is not None
         self.transport.finish(version)
+        self._is_complete = True
         self.server.resume()
 
     def _attempt(self, phase: str, version: int, action: Callable[[], None]) -> str | None:
@@ -153,7 +156,7 @@ class Session:
         assert self.transport is not None
         self.transport.close()
         if self.transport.has_sent:
-            return PARTIAL
+            return COMPLETE if self._is_complete else PARTIAL
         if not self._paused_by_us:
             return "no weight was changed"
         try:

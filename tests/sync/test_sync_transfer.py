@@ -12,7 +12,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from weight_server import WeightServer
 
 from agrpo.errors import ServerError
 from agrpo.sync.control import ServerControl
@@ -50,19 +49,6 @@ def mechanism(request):
     return request.param
 
 
-@pytest.fixture
-def make_server():
-    servers = []
-
-    def make(mechanism: str, dtype: str = "float32") -> WeightServer:
-        servers.append(WeightServer(MECHANISMS[mechanism].receiver, dtype).start())
-        return servers[-1]
-
-    yield make
-    for server in servers:
-        server.stop()
-
-
 def open_sender(mechanism, server, tmp_path, timeout_s=20.0, **settings):
     component = MECHANISMS[mechanism](**settings)
     urls = [s.url for s in server] if isinstance(server, list) else [server.url]
@@ -77,7 +63,7 @@ def assert_arrived(server, tensors):
 
 
 def test_weights_arrive_bit_for_bit(mechanism, make_server, tmp_path):
-    server, tensors = make_server(mechanism), make_tensors()
+    server, tensors = make_server(Gloo.receiver), make_tensors()
     sender = open_sender(mechanism, server, tmp_path)
     times = sender.send(iter(tensors.items()), 7, no_barrier)
     assert_arrived(server, tensors)
@@ -87,7 +73,7 @@ def test_weights_arrive_bit_for_bit(mechanism, make_server, tmp_path):
 
 
 def test_weights_go_out_in_the_dtype_of_the_server(mechanism, make_server, tmp_path):
-    server, tensors = make_server(mechanism, "bfloat16"), make_tensors()
+    server, tensors = make_server(Gloo.receiver, "bfloat16"), make_tensors()
     open_sender(mechanism, server, tmp_path).send(iter(tensors.items()), 1, no_barrier)
     expected = {k: v.to(torch.bfloat16) if v.is_floating_point() else v for k, v in tensors.items()}
     assert_arrived(server, expected)
@@ -96,7 +82,7 @@ def test_weights_go_out_in_the_dtype_of_the_server(mechanism, make_server, tmp_p
 
 
 def test_manifest_names_exactly_what_is_sent_in_buckets(make_server, tmp_path):
-    server = make_server("gloo")
+    server = make_server(Gloo.receiver)
     kib = torch.arange(256, dtype=torch.float32)
     tensors = {f"w{i}": kib * i for i in range(2051)} | {"large": torch.randn(3 * 256 * 1024 + 5)}
     sender = open_sender("gloo", server, tmp_path, bucket_mb=1)
@@ -109,7 +95,7 @@ def test_manifest_names_exactly_what_is_sent_in_buckets(make_server, tmp_path):
 
 
 def test_hundred_syncs_each_carry_their_own_values(mechanism, make_server, tmp_path):
-    server = make_server(mechanism)
+    server = make_server(Gloo.receiver)
     sender = open_sender(mechanism, server, tmp_path, verify_every=20)
     proofs = []
     for version in range(1, 101):
@@ -124,7 +110,7 @@ def test_hundred_syncs_each_carry_their_own_values(mechanism, make_server, tmp_p
 
 
 def test_several_servers_receive_the_same(mechanism, make_server, tmp_path):
-    servers, tensors = [make_server(mechanism) for _ in range(3)], make_tensors()
+    servers, tensors = [make_server(Gloo.receiver) for _ in range(3)], make_tensors()
     sender = open_sender(mechanism, servers, tmp_path)
     for version in (1, 2):
         sender.send(iter(tensors.items()), version, no_barrier)
@@ -134,7 +120,7 @@ def test_several_servers_receive_the_same(mechanism, make_server, tmp_path):
 
 
 def test_tied_tensors_arrive_under_both_names(mechanism, make_server, tmp_path):
-    server, shared = make_server(mechanism), torch.randn(5, 3)
+    server, shared = make_server(Gloo.receiver), torch.randn(5, 3)
     tensors = {"embed": shared, "head": shared}
     open_sender(mechanism, server, tmp_path).send(iter(tensors.items()), 1, no_barrier)
     assert_arrived(server, tensors)
@@ -142,14 +128,14 @@ def test_tied_tensors_arrive_under_both_names(mechanism, make_server, tmp_path):
 
 def test_cache_setting_decides_whether_the_pause_clears_it(mechanism, make_server, tmp_path):
     for cache, cleared in (("reset", "true"), ("salt", "false"), ("keep", "false")):
-        server = make_server(mechanism)
+        server = make_server(Gloo.receiver)
         open_sender(mechanism, server, tmp_path, cache=cache).send(iter(make_tensors().items()), 1, no_barrier)
         assert server.clear_cache == cleared
 
 
 @pytest.mark.parametrize("step", ["/is_paused", "/init_weight_transfer_engine", "/pause", "/start_weight_update"])
 def test_failure_before_the_first_tensor_resumes_the_server(step, make_server, tmp_path):
-    server = make_server("gloo")
+    server = make_server(Gloo.receiver)
     server.fail_at = step
     with pytest.raises(ServerError, match=f"version 3 failed at .*{step}.* answered 500: told to fail"):
         open_sender("gloo", server, tmp_path).send(iter(make_tensors().items()), 3, no_barrier)
@@ -158,7 +144,7 @@ def test_failure_before_the_first_tensor_resumes_the_server(step, make_server, t
 
 
 def test_update_call_that_fails_at_once_counts_as_nothing_sent(make_server, tmp_path):
-    server = make_server("gloo")
+    server = make_server(Gloo.receiver)
     server.fail_at = "/update_weights"
     began = time.monotonic()
     with pytest.raises(ServerError, match="failed at transfer: .*told to fail; no weight was changed"):
@@ -172,9 +158,10 @@ def test_update_call_that_fails_at_once_counts_as_nothing_sent(make_server, tmp_
     [("gloo", "/finish_weight_update"), ("gloo", "/resume"), ("disk", "/collective_rpc"), ("disk", "/resume")],
 )
 def test_failure_after_the_first_tensor_leaves_the_server_paused(mechanism_name, step, make_server, tmp_path):
-    server = make_server(mechanism_name)
+    server = make_server(Gloo.receiver)
     server.fail_at = step
-    with pytest.raises(ServerError, match=f"{step} answered 500: told to fail; the server holds partial weights and stays"):
+    state = "all weights arrived, but" if step == "/resume" else "the server holds partial weights and stays paused"
+    with pytest.raises(ServerError, match=f"{step} answered 500: told to fail; {state}"):
         open_sender(mechanism_name, server, tmp_path).send(iter(make_tensors().items()), 3, no_barrier)
     assert server.is_paused
     if step == "/collective_rpc":
@@ -182,7 +169,7 @@ def test_failure_after_the_first_tensor_leaves_the_server_paused(mechanism_name,
 
 
 def test_second_bucket_that_fails_leaves_the_server_paused(make_server, tmp_path):
-    server = make_server("gloo")
+    server = make_server(Gloo.receiver)
     sender = open_sender("gloo", server, tmp_path, bucket_mb=1)
 
     def tensors():
@@ -197,7 +184,7 @@ def test_second_bucket_that_fails_leaves_the_server_paused(make_server, tmp_path
 
 
 def test_new_sync_repairs_a_server_that_was_left_paused(mechanism, make_server, tmp_path):
-    server, tensors = make_server(mechanism), make_tensors()
+    server, tensors = make_server(Gloo.receiver), make_tensors()
     server.is_paused = True
     server.fail_at = {"gloo": "/start_weight_update", "disk": "/collective_rpc"}[mechanism]
     with pytest.raises(ServerError):
@@ -210,7 +197,7 @@ def test_new_sync_repairs_a_server_that_was_left_paused(mechanism, make_server, 
 
 
 def test_gathering_that_fails_resumes_the_server_and_keeps_its_error(mechanism, make_server, tmp_path):
-    server = make_server(mechanism)
+    server = make_server(Gloo.receiver)
 
     def tensors():
         yield "first", torch.zeros(3)
