@@ -29,6 +29,7 @@ from agrpo.scorer.entries import Entry
 from agrpo.scorer.worker import REPLY, REQUEST
 
 START_S = 120.0  # to start the interpreter and import the user's modules
+START_TRIES = 3
 GROW_AFTER_S = 0.2  # a call that waited this long for a worker starts another one
 POLL_S = 0.5  # how often a silent worker is looked at: one that died can leave its channel open in a child
 REAP_S = 5.0
@@ -59,14 +60,12 @@ class Worker:
         self.pid = self._process.pid
 
     async def start(self, functions: list[tuple[str, Entry]]) -> None:
-        """Wait until the functions are imported; ContractError if they cannot be."""
+        """Wait until the functions are imported; ContractError if they cannot be, WorkerDied if the process ended."""
         try:
             self._reader, self._writer = await asyncio.open_connection(sock=self._channel)
             answer = await self.ask(0, pickle.dumps(functions), START_S)
         except TimeoutError as error:
             raise StallError(f"a scorer worker did not import its reward functions within {START_S:g} s") from error
-        except WorkerDied as error:
-            raise ContractError(f"a scorer worker ended while importing its reward functions: {error}") from error
         if answer[0] == "refused":
             raise ContractError(answer[1])
 
@@ -220,6 +219,16 @@ class Pool:
             self._fatal = error  # type: ignore[assignment]
 
     async def _start_worker(self) -> None:
+        """Start one worker; one that dies while it imports is tried again, for it may have been killed from outside."""
+        for attempt in range(1, START_TRIES + 1):
+            try:
+                return await self._try_start()
+            except WorkerDied as error:
+                if attempt == START_TRIES:
+                    text = f"{START_TRIES} scorer workers died while importing the reward functions, the last: {error}"
+                    raise ContractError(text) from error
+
+    async def _try_start(self) -> None:
         worker = Worker()
         self._workers.add(worker)
         self._tell_guard("+", worker)

@@ -11,6 +11,7 @@ from agrpo.scorer.entries import needs
 THINK_ANSWER = re.compile(r"^<think>.*?</think>\s*<answer>.*?</answer>$", re.DOTALL)
 BOXED = re.compile(r"\\boxed\{")
 ANSWER = re.compile(r"<answer>\s*(.*?)\s*</answer>", re.DOTALL)
+MATH_LIKE = re.compile(r"[\\\d=^]|^\s*\S+\s*$")  # what prose between dollars would not be: a symbol in it, or one word
 MATH_LIMIT_S = 5
 
 
@@ -44,8 +45,10 @@ def _parsed(text: str, answer: bool) -> list:
 
     limit = _limit_s()
     if not answer:
-        # A bare "\frac{1}{2}" is LaTeX only between dollars; parse both readings and take the first that is one.
-        return parse(text, parsing_timeout=limit) or parse(f"${text}$", parsing_timeout=limit)
+        found = parse(text, parsing_timeout=limit)
+        if found or not MATH_LIKE.search(text):
+            return found
+        return parse(f"${text}$", parsing_timeout=limit)  # a bare \frac{1}{2} or A is mathematics only between dollars
     latex = LatexExtractionConfig(boxed_match_priority=0)
     return parse(text, extraction_config=[latex, ExprExtractionConfig()], extraction_mode="first_match", parsing_timeout=limit)
 
