@@ -54,7 +54,7 @@ class Embedded:
     device: str | None = setting(None, "torch device; null = a GPU if there is one")
     threads: int = setting(1, "CPU threads of the engine; 1 leaves a core of a laptop to the trainer", ge=1)
 
-    def command(self, run_dir: Path) -> list[str]:
+    def command(self, run_dir: Path, config: Any = None, port: int = 0, num_gpus: int = 0) -> list[str]:
         return [sys.executable, "-m", "agrpo.serve.embedded", str(run_dir)]
 
     def environment(self, config: Any) -> dict[str, str]:
@@ -80,7 +80,7 @@ class Embedded:
                 f"got {self.kv_cache_tokens}"
             )
         receiver = getattr(config.sync, "receiver", None)
-        if receiver is not None and not str(receiver).count("."):
+        if receiver and "." not in receiver:
             lines.append(f"sync.receiver must be an import path such as package.module.Class, got {receiver!r}")
         return lines
 
@@ -188,7 +188,7 @@ def main(run_dir: Path, life: Life) -> None:
     settings = config.server
     if settings.dtype is None:
         settings = replace(settings, dtype=model.init_kwargs.get("dtype", model.dtype))
-    receiver = getattr(config.sync, "receiver", None)
+    receiver = getattr(config.sync, "receiver", None) or None  # a mechanism without one leaves it empty
     serve(model.path, address.hostname, address.port, settings, receiver, life.beat, **load)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -17,6 +18,7 @@ from agrpo.serve.request import Request
 log = logging.getLogger(__name__)
 
 _LAYER_TYPES = {"full_attention", "sliding_attention"}
+_TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
 _CPU_MEMORY_FRACTION = 0.25  # of free memory, for keys and values; the trainer runs beside the server
 _CUDA_MEMORY_FRACTION = 0.8
 
@@ -146,11 +148,12 @@ def load_tokenizer(path: str, **kwargs: object):
     """The tokenizer of the folder, or None where there is none: requests then carry token ids only."""
     from transformers import AutoTokenizer
 
-    try:
-        return AutoTokenizer.from_pretrained(path, **kwargs)
-    except (OSError, ValueError) as error:
-        log.info("no tokenizer at %s (%s); prompts must be token ids", path, str(error).splitlines()[0])
+    folder = Path(path)
+    if folder.is_dir() and not any((folder / name).is_file() for name in _TOKENIZER_FILES):
+        # transformers makes an empty tokenizer here, whose EOS id 0 is a word of the model
+        log.info("no tokenizer in %s; prompts must be token ids", path)
         return None
+    return AutoTokenizer.from_pretrained(path, **kwargs)
 
 
 def stop_ids(model: torch.nn.Module, tokenizer) -> frozenset[int]:

@@ -10,6 +10,7 @@ import shutil
 import subprocess
 import sys
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from agrpo.schema import setting
@@ -32,7 +33,7 @@ class Vllm:
     gpu_memory_utilization: float = setting(0.9, "share of GPU memory for weights and cache", gt=0, le=1)
     dtype: str = setting("auto", "precision of the served weights", choices=("auto", "bfloat16", "float16", "float32"))
     arguments: list[str] = setting(doc="further vllm arguments, for example [--enforce-eager]", factory=list)
-    environment: dict[str, str] = setting(doc="further environment variables of the server", factory=dict)
+    environment_variables: dict[str, str] = setting(doc="further environment variables of the server", factory=dict)
 
     managed = True
     wants_gpu = True
@@ -44,10 +45,10 @@ class Vllm:
                 "server=vllm needs a GPU, and none is visible; choose server=embedded, or server=external for a server "
                 "elsewhere, or set server.python to an environment with a CPU build of vllm"
             )
-        if len(config.devices) == 1:
+        if config.devices and not config.devices.split(config.run, True)["server"]:
             lines.append(
-                "server=vllm needs a GPU of its own beside the trainer's, and one GPU is visible; choose server=external, "
-                "or server=embedded"
+                f"server=vllm needs a GPU of its own: {len(config.devices)} visible, all given to the trainer; lower "
+                "run.num_processes, or choose server=external or server=embedded"
             )
         lines += [] if getattr(config.devices, "assumed", False) else self._installation_problems(config)
         return lines
@@ -72,29 +73,31 @@ class Vllm:
         budget = getattr(config.packer, "token_budget", None)
         return self.max_model_len or budget or self.max_prompt_length + config.sampler.max_completion_length
 
-    def command(self, config: Any, port: int, num_gpus: int) -> tuple[list[str], dict[str, str]]:
-        """The argument list and the variables to add to the environment, for `num_gpus` GPUs (0 = CPU build)."""
-        model = self.model_name or config.model.path
-        python = shutil.which(os.path.expanduser(self.python)) or self.python if self.python else sys.executable
+    def command(self, run_dir: Path, config: Any, port: int, num_gpus: int) -> list[str]:
+        """The command line for `num_gpus` GPUs (0 = CPU build)."""
+        python = (shutil.which(os.path.expanduser(self.python)) or self.python) if self.python else sys.executable
         # `vllm serve` is this module; the CPU build's console script is broken, the module works in every build.
-        argv = [python, "-m", "vllm.entrypoints.openai.api_server", "--model", model, "--host", "127.0.0.1"]
-        argv += ["--port", str(port), "--weight-transfer-config", json.dumps({"backend": transfer_backend(config.sync)})]
+        argv = [python, "-m", "vllm.entrypoints.openai.api_server", "--model", self.model_name or config.model.path]
+        argv += ["--host", "127.0.0.1", "--port", str(port), "--dtype", self.dtype, "--seed", str(config.run.seed)]
+        argv += ["--weight-transfer-config", json.dumps({"backend": transfer_backend(config.sync)})]
         argv += ["--logprobs-mode", "processed_logprobs", "--api-server-count", str(self.api_server_count)]
         argv += ["--max-model-len", str(self.context_length(config)), "--enable-scale-out"]
-        argv += ["--dtype", self.dtype, "--seed", str(config.run.seed)]
         argv += self._sampling_arguments(config.sampler)
-        environment = {"VLLM_SERVER_DEV_MODE": "1", "VLLM_NO_USAGE_STATS": "1"}
         if num_gpus:
             data_parallel = max(1, num_gpus // self.tensor_parallel_size)
             argv += ["--gpu-memory-utilization", f"{self.gpu_memory_utilization:g}"]
             argv += ["--tensor-parallel-size", str(self.tensor_parallel_size)] if self.tensor_parallel_size > 1 else []
             argv += ["--data-parallel-size", str(data_parallel)] if data_parallel > 1 else []
-        if config.model.trust_remote_code:
-            argv.append("--trust-remote-code")
+        argv += ["--trust-remote-code"] if config.model.trust_remote_code else []
+        argv += _lora_arguments(config) if config.model.lora.enabled else []
+        return argv + self.arguments
+
+    def environment(self, config: Any) -> dict[str, str]:
+        """The variables to add to the server's environment."""
+        variables = {"VLLM_SERVER_DEV_MODE": "1", "VLLM_NO_USAGE_STATS": "1"}
         if config.model.lora.enabled:
-            argv += _lora_arguments(config)
-            environment["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] = "1"
-        return argv + self.arguments, environment | self.environment
+            variables["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] = "1"
+        return variables | self.environment_variables
 
     def _sampling_arguments(self, sampler: Any) -> list[str]:
         argv = []
