@@ -71,7 +71,7 @@ class Cap:
 
 
 class Places:
-    """Places in flight, handed out in the order they are asked for: `async with places: ...` holds one."""
+    """Places in flight, handed out in the order they are asked for."""
 
     def __init__(self, cap: Cap):
         self.cap = cap
@@ -83,15 +83,14 @@ class Places:
         """A place is free and nobody waits for one."""
         return not self._waiting and self.cap.has_room and not self._num_holds
 
-    async def __aenter__(self) -> None:
-        if self.has_room:
-            self.cap.started()
-            return
+    def ask(self) -> asyncio.Future[None]:
+        """A place, yours when the future is done; asking is what orders, so ask before anything is awaited."""
         future = asyncio.get_running_loop().create_future()
         self._waiting.append(future)
-        await future  # the place is taken when the future is set, so that nobody overtakes
+        self.hand_out()
+        return future
 
-    async def __aexit__(self, *_: object) -> None:
+    def give_back(self) -> None:
         self.cap.completed()
         self.hand_out()
 

@@ -153,6 +153,7 @@ def ready_group(group: Group, advantages: np.ndarray) -> ReadyGroup:
         rewards=np.array([r.reward for r in usable], np.float64),
         source_rewards=sources,
         rollout_indices=np.array(slots, np.int32),
+        version=group.version,
         ready_at=time.time(),
     )
 

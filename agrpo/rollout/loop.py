@@ -9,6 +9,7 @@ Released by: the trainer's credit, a finished rollout, a finished scoring. Every
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 import logging
 import time
@@ -109,7 +110,8 @@ class Loop:
         if self._is_fresh:
             await self._evaluate("at_start")
         async for group_id, prompt, prompt_ids in self._admitted():
-            self._spawn(self._carry(group_id, prompt, prompt_ids))
+            places = [self._places.ask() for _ in range(self._settings.group_size)]
+            self._spawn(self._carry(group_id, prompt, prompt_ids, places))
 
     async def _admitted(self) -> AsyncIterator[tuple[int, Prompt, np.ndarray]]:
         """Prompts in the order of group ids, each when its group may start; those that are done already are left out."""
@@ -148,14 +150,16 @@ class Loop:
             self._changed.clear()
             if self.admission.num_open_groups == 0 and not self._num_evaluating:
                 self._beat("waiting for the trainer")
-            try:
-                await asyncio.wait_for(self._changed.wait(), 1.0)
-            except TimeoutError:
-                continue
+            # Not wait_for: on Python 3.11 it loses a cancellation that arrives together with the event.
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(1.0):
+                    await self._changed.wait()
 
-    async def _carry(self, group_id: int, prompt: Prompt, prompt_ids: np.ndarray) -> None:
+    async def _carry(
+        self, group_id: int, prompt: Prompt, prompt_ids: np.ndarray, places: list[asyncio.Future[None]]
+    ) -> None:
         """One group, from its first request to the trainer or to the reason why it is dropped."""
-        group = await self._play(group_id, prompt, prompt_ids)
+        group = await self._play(group_id, prompt, prompt_ids, places)
         try:
             ready = await self._judge.ready(group, self._places)
         except Dropped as dropped:
@@ -168,21 +172,24 @@ class Loop:
             await self._link.send_ready(ready)
         self._progress("generating")
 
-    async def _play(self, group_id: int, prompt: Prompt, prompt_ids: np.ndarray) -> Group:
+    async def _play(
+        self, group_id: int, prompt: Prompt, prompt_ids: np.ndarray, places: list[asyncio.Future[None]]
+    ) -> Group:
         """All slots at once; one that fails neither cancels nor loses the others (AREAL-WF-40)."""
         versions: list[int] = []
 
+        def start() -> None:
+            versions.append(self._policy.version)
+
         async def play(slot: int) -> Rollout:
-            start = lambda: versions.append(self._policy.version)  # noqa: E731
-            rollout = await self._slots.play(prompt, group_id, slot, prompt_ids=prompt_ids, on_start=start)
+            rollout = await self._slots.play(prompt, group_id, slot, None, prompt_ids, places[slot], start)
             self.admission.finish_rollout(group_id, None if rollout.failure else forwarded_tokens(rollout))
             self._progress("generating")
             return rollout
 
-        num_slots = self._settings.group_size
-        rollouts = await asyncio.gather(*(play(slot) for slot in range(num_slots)))
+        rollouts = await asyncio.gather(*(play(slot) for slot in range(len(places))))
         group = Group(group_id, prompt, tuple(rollouts), versions[0], time.monotonic())
-        report.record_played(self._window, group, num_slots)
+        report.record_played(self._window, group, len(places))
         return group
 
     async def _evaluate(self, when: str) -> None:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import functools
 import logging
 import time
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -32,25 +34,27 @@ class Slots:
         slot: int,
         temperature: float | None = None,
         prompt_ids: np.ndarray | None = None,
-        on_start: Any = None,
+        place: asyncio.Future[None] | None = None,
+        on_start: Callable[[], None] | None = None,
     ) -> Rollout:
-        """The rollout, usable or not; `on_start` is called when it has its place and begins."""
-        async with self._places:
-            if on_start is not None:
-                on_start()
-            began = self.in_flight[group_id, slot] = time.monotonic()
-            generate = functools.partial(self._client.generate, temperature=temperature)
-            try:
-                rollout = await self._player.play(prompt, generate, group_id, slot, prompt_ids)
-            except RolloutFailure as failure:
-                rollout = _unusable(failure.reason, failure.text, began)
-            except AgrpoError:
-                raise
-            except Exception as error:
-                _log.debug("rollout %d.%d raised", group_id, slot, exc_info=True)
-                rollout = _unusable("error", f"{type(error).__name__}: {error}", began)
-            finally:
-                del self.in_flight[group_id, slot]
+        """The rollout, usable or not. `place` was asked for before; `on_start` is called when the rollout begins."""
+        await (place or self._places.ask())
+        if on_start is not None:
+            on_start()
+        began = self.in_flight[group_id, slot] = time.monotonic()
+        generate = functools.partial(self._client.generate, temperature=temperature)
+        try:
+            rollout = await self._player.play(prompt, generate, group_id, slot, prompt_ids)
+        except RolloutFailure as failure:
+            rollout = _unusable(failure.reason, failure.text, began)
+        except AgrpoError:
+            raise
+        except Exception as error:
+            _log.debug("rollout %d.%d raised", group_id, slot, exc_info=True)
+            rollout = _unusable("error", f"{type(error).__name__}: {error}", began)
+        finally:
+            del self.in_flight[group_id, slot]
+            self._places.give_back()
         if rollout.failure is not None and self._aborts_on_error:
             text = f"rollout {group_id}.{slot} failed ({rollout.failure}) and rollout.on_error=abort"
             raise ServerError(f"{text}: {rollout.failure_text}")
