@@ -146,14 +146,14 @@ class _Checks:
         self.columns: dict[str, None] = {}
         self.faults: dict[str, str] = {}  # kind -> line of text
         self.without_prompt = ""
-        self._decode_keys = msgspec.json.Decoder(dict[str, msgspec.Raw]).decode
+        self._decode = msgspec.json.Decoder(dict[str, Any]).decode
 
     def read(self, name: str, buffer: bytes, starts: np.ndarray, ends: np.ndarray, numbers: np.ndarray) -> None:
         view, known = memoryview(buffer), self.columns
         for start, end, number in zip(starts.tolist(), ends.tolist(), numbers.tolist(), strict=True):
             where = f"{name} line {number}"
             try:
-                row = self._decode_keys(view[start:end])
+                row = self._decode(view[start:end])
             except msgspec.ValidationError:
                 self._fault("object", f"{where} is not a JSON object; every line must be one object with a `prompt`")
                 continue
@@ -164,14 +164,12 @@ class _Checks:
                 known.update(dict.fromkeys(row))
             self._read_prompt(where, row.get("prompt"))
 
-    def _read_prompt(self, where: str, raw: msgspec.Raw | None) -> None:
-        if raw is None or bytes(raw) == b"null":
+    def _read_prompt(self, where: str, prompt: Any) -> None:
+        if prompt is None:
             self.without_prompt = self.without_prompt or (
                 f"data.path: {where} has no prompt; every row needs a `prompt` with messages, or env.factory must give it"
             )
-            return
-        fault = prompt_fault(msgspec.json.decode(raw))
-        if fault:
+        elif fault := prompt_fault(prompt):
             self._fault("prompt", f"{where}: prompt {fault}")
 
     def _fault(self, kind: str, text: str) -> None:

@@ -123,7 +123,7 @@ def _unwrapped(target: Any) -> Any:
 
 def is_async(target: Callable) -> bool:
     function = _unwrapped(target)
-    return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(getattr(type(function), "__call__", None))
+    return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(function.__call__)
 
 
 def names(targets: Sequence[Callable], taken: Sequence[str] = ()) -> list[str]:

@@ -57,7 +57,7 @@ class Worker:
                 start_new_session=True,
                 env={**ONE_THREAD, **os.environ, **HIDDEN_DEVICES, "PYTHONPATH": os.pathsep.join(sys.path)},
             )
-        self.pid = self._process.pid
+        self.pid, self._killed = self._process.pid, False
 
     async def start(self, functions: list[tuple[str, Entry]]) -> None:
         """Wait until the functions are imported; ContractError if they cannot be, WorkerDied if the process ended."""
@@ -104,7 +104,10 @@ class Worker:
         return f"killed by signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
 
     def kill(self) -> None:
-        """Kill the process group, so that what the function started dies too."""
+        """Kill the process group, so that what the function started dies too; once, because the id may be used again."""
+        if self._killed:
+            return
+        self._killed = True
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self.pid, signal.SIGKILL)
         if hasattr(self, "_writer"):
@@ -143,7 +146,10 @@ class Pool:
             [sys.executable, "-I", "-S", str(Path(guard.__file__))],
             stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, start_new_session=True, text=True,
         )  # fmt: skip
-        await asyncio.gather(*(self._start_worker() for _ in range(self._initial)))
+        starts = (self._start_worker() for _ in range(self._initial))
+        for fault in await asyncio.gather(*starts, return_exceptions=True):
+            if isinstance(fault, BaseException):
+                raise fault
 
     async def call(self, index: int, body: bytes, timeout_s: float | None) -> tuple[Any, ...]:
         """The answer to one call; ScoreError("timeout" or "died"), after which the worker has been replaced."""
@@ -163,8 +169,10 @@ class Pool:
         return answer
 
     async def close(self) -> None:
-        for task in self._tasks:
+        tasks = list(self._tasks)
+        for task in tasks:
             task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
         workers, self._workers, self._idle = list(self._workers), set(), []
         await asyncio.gather(*(worker.end() for worker in workers))
         if self._guard is not None:
@@ -200,6 +208,7 @@ class Pool:
 
     def _replace(self, worker: Worker) -> None:
         self._workers.discard(worker)
+        worker.kill()
         self._in_background(self._end_worker(worker))
         self._grow()
 
