@@ -122,7 +122,7 @@ class Sample:
 
     @property
     def num_trained_tokens(self) -> int:
-        return int(self.loss_mask.sum())
+        return int(np.count_nonzero(self.loss_mask))
 
     @property
     def oldest_version(self) -> int:
@@ -141,6 +141,7 @@ class ReadyGroup:
     rewards: np.ndarray  # [usable rollouts] float64, NaN = unscorable
     source_rewards: dict[str, np.ndarray]  # source name -> [usable rollouts] float64, NaN = not scored by it
     rollout_indices: np.ndarray  # [usable rollouts] int32, slot of each entry of `rewards`
+    version: int  # at the start of the group's first rollout (GEN-19)
     ready_at: float  # time.time() when it was sent
 
     @property

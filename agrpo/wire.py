@@ -97,6 +97,7 @@ class _ReadyHeader(msgspec.Struct, tag="Ready", frozen=True):
     group_id: int
     row_index: int
     epoch: int
+    version: int
     ready_at: float
     sources: list[str]
     advantages: list[float]
@@ -122,6 +123,7 @@ def encode(message: Message | ReadyGroup) -> list[bytes | memoryview]:
             message.group_id,
             message.row_index,
             message.epoch,
+            message.version,
             message.ready_at,
             list(message.source_rewards),
             [s.advantage for s in message.samples],
@@ -208,7 +210,15 @@ def _ready_group(header: _ReadyHeader, arrays: list[np.ndarray]) -> ReadyGroup:
             )
         )
     return ReadyGroup(
-        header.group_id, header.row_index, header.epoch, tuple(samples), rewards, sources, slots, header.ready_at
+        group_id=header.group_id,
+        row_index=header.row_index,
+        epoch=header.epoch,
+        samples=tuple(samples),
+        rewards=rewards,
+        source_rewards=sources,
+        rollout_indices=slots,
+        version=header.version,
+        ready_at=header.ready_at,
     )
 
 

@@ -39,12 +39,13 @@ def make_group(seed, lengths, heads=3, candidates=False):
     samples = tuple(make_sample(rng, length, heads, candidates, slot) for slot, length in enumerate(lengths))
     rewards = rng.normal(size=len(lengths))
     return ReadyGroup(
-        11, 5, 2, samples, rewards, {"correct": rewards * 2}, np.arange(len(lengths), dtype=np.int32), 12.5
+        11, 5, 2, samples, rewards, {"correct": rewards * 2}, np.arange(len(lengths), dtype=np.int32), 6, 12.5
     )
 
 
 def assert_same(a: ReadyGroup, b: ReadyGroup):
-    assert (a.group_id, a.row_index, a.epoch, a.ready_at) == (b.group_id, b.row_index, b.epoch, b.ready_at)
+    assert (a.group_id, a.row_index, a.epoch, a.version, a.ready_at) == (11, 5, 2, 6, 12.5)
+    assert (b.group_id, b.row_index, b.epoch, b.version, b.ready_at) == (11, 5, 2, 6, 12.5)
     np.testing.assert_array_equal(a.rewards, b.rewards)
     np.testing.assert_array_equal(a.source_rewards["correct"], b.source_rewards["correct"])
     assert len(a.samples) == len(b.samples)

@@ -35,7 +35,7 @@ def folder_of(checkpoints: Path, step: int) -> Path:
 
 
 def save(folder: Path, model: torch.nn.Module, updater: Updater | None, files: dict[str, Any]) -> None:
-    """Write one checkpoint; collective. `files` are JSON files by name; without `updater` it cannot be resumed."""
+    """Write one checkpoint; collective. `files` are JSON or binary files by name; without `updater` it cannot be resumed."""
     rank, beside = _rank(), folder.with_name(f".{folder.name}")
     if rank == 0:
         shutil.rmtree(beside, ignore_errors=True)
@@ -46,7 +46,8 @@ def save(folder: Path, model: torch.nn.Module, updater: Updater | None, files: d
     if rank == 0:
         own = {} if updater is None else {"updater.json": updater.state_dict()}
         for name, content in {**files, **own}.items():
-            (beside / name).write_text(json.dumps(content))
+            is_binary = isinstance(content, bytes)
+            (beside / name).write_bytes(content if is_binary else json.dumps(content).encode())
     _barrier()
     if rank == 0:
         if folder.exists():

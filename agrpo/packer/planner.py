@@ -133,6 +133,7 @@ class Planner:
         self.num_rows, self.token_budget, self.cost = num_rows, token_budget, cost
         self.microbatches_per_step = microbatches_per_step
         self.next_index = 1  # index of the next step; set by the caller on resume
+        self.step_samples: list[Sample] = []  # samples of the step that was returned last, in order of arrival
         self.dropped_oversize: list[Sample] = []  # samples longer than the budget (PACK-14); cleared by the caller
         self._new_trie = new_trie
         self._closed: list[OpenMicrobatch] = []
@@ -150,6 +151,7 @@ class Planner:
         chosen, self._closed = self._closed[: self.microbatches_per_step], self._closed[self.microbatches_per_step :]
         microbatches = tuple(Microbatch(tuple(row.lay_out() for row in m.rows)) for m in chosen)
         step = Step(index=self.next_index, microbatches=microbatches)
+        self.step_samples = [sample for microbatch in chosen for sample in microbatch.samples]
         self.next_index += 1
         return step
 
@@ -165,6 +167,11 @@ class Planner:
     def pending(self) -> list[Sample]:
         """Samples accepted and not yet in a returned step, in order of arrival."""
         return [sample for microbatch in (*self._closed, self._open) for sample in microbatch.samples]
+
+    def open_tokens(self) -> tuple[int, int]:
+        """Raw and unique tokens of the open microbatch."""
+        rows = self._open.rows
+        return sum(len(s.token_ids) for row in rows for s in row.samples), sum(row.num_tokens for row in rows)
 
     def rebuild(self, samples: Iterable[Sample]) -> None:
         """Forget what is pending and place `samples` instead, in this order: a planner's own `pending` restores it."""

@@ -1,0 +1,319 @@
+"""Rank 0's feed: samples from the wire, staleness, admission credit, and steps planned one ahead by a thread.
+
+    wire thread --(inbox)--> planning thread --(one step ahead)--> training loop
+                    |                |                                   |
+                 ledger.ready     stale, oversize dropped          ledger.trained
+
+Staleness is judged against the version at which the step will be trained, which is known when it is planned: the
+version grows by one with each sync, and syncs happen after fixed steps. So a step planned ahead holds no sample that is
+too old when it starts (STA-3, STA-17), and samples carried over to the next step are looked at again.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import queue
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from agrpo import wire
+from agrpo.ledger import AdmissionCredit, Ledger
+from agrpo.metrics.window import Window
+from agrpo.types import ReadyGroup, Sample, Step
+
+
+class Feeder:
+    """Owns the ledger, the credit and the planner; the training loop calls `next_step`, `trained` and `synced`."""
+
+    def __init__(
+        self,
+        *,
+        planner: Any,
+        ledger: Ledger,
+        credit: AdmissionCredit,
+        settings: Any,  # the `rollout` section
+        version_at: Callable[[int], int],  # step index -> weight version it is trained at
+        version: int,  # that the server holds now
+        step: int,  # steps done
+    ):
+        self._planner, self.ledger, self._credit, self._settings = planner, ledger, credit, settings
+        self._version_at, self._version, self._step = version_at, version, step
+        self._lock = threading.RLock()
+        self._window = Window()
+        self._groups: dict[int, ReadyGroup] = {}  # groups with samples that are not trained yet
+        self._untrained: dict[int, list[Sample]] = {}
+        self._inbox: queue.SimpleQueue[ReadyGroup] = queue.SimpleQueue()
+        self._num_inbox_samples = 0
+        self._planned: queue.Queue[tuple[Step, list[Sample], dict]] = queue.Queue(maxsize=1)
+        self._in_step: list[Sample] = []
+        self._raw_tokens, self._unique_tokens, self._gate_closed = 0, 0, False
+        # Samples restored from a checkpoint were never sent on this wire: its counters start that much below zero.
+        self._restored_tokens = 0
+        self.evaluations: dict[str, list[dict[str, float]]] = {}
+        self._error: BaseException | None = None
+        self._listener: wire.Listener | None = None
+
+    def open(self, host: str, port: int, key: str, ready: list[ReadyGroup]) -> None:
+        """Start planning from `ready` (saved with a checkpoint) and listen for the rollout process."""
+        self._restored_tokens = sum(group.raw_tokens for group in ready)
+        for group in ready:
+            self._accept(group)
+        threading.Thread(target=self._plan, name="planner", daemon=True).start()
+        self._listener = wire.Listener(host, port, key, self._start_state, self._receive)
+
+    def next_step(self, timeout_s: float) -> tuple[Step, dict] | None:
+        """The next planned step and its batch figures, or None if none was ready in time. Raises what a thread raised."""
+        self._check()
+        try:
+            step, samples, figures = self._planned.get(timeout=timeout_s)
+        except queue.Empty:
+            self._check()
+            self._publish()  # whatever was missed before the rollout process connected
+            return None
+        raw = sum(len(s.token_ids) for s in samples)
+        with self._lock:
+            self._credit.taken(raw)
+            self._credit.step_used(raw)
+            self._in_step = samples
+            self._gate_closed = self._settings.max_staleness == 0
+        self._publish()
+        return step, figures
+
+    def trained(self, step: Step) -> None:
+        """The optimizer has used the step: its groups are resolved (RUN-3)."""
+        counts: dict[int, int] = {}
+        with self._lock:
+            for sample in self._in_step:
+                counts[sample.group_id] = counts.get(sample.group_id, 0) + 1
+                self._forget(sample)
+            for group_id, count in counts.items():
+                self.ledger.trained(group_id, count, step.index)
+            self._step, self._in_step = step.index, []
+
+    def synced(self, version: int) -> None:
+        """The server serves `version`."""
+        with self._lock:
+            self._version, self._gate_closed = version, False
+        self._send(wire.VersionUpdate(version))
+        self._publish()
+
+    @property
+    def has_samples(self) -> bool:
+        """Whether any sample waits to be trained."""
+        with self._lock:
+            return bool(self._untrained)
+
+    @property
+    def num_resolved(self) -> int:
+        with self._lock:
+            return len(self.ledger.resolved)
+
+    def take_window(self) -> Window:
+        """Everything measured since the last call, rollout process included."""
+        with self._lock:
+            window, self._window = self._window, Window()
+        return window
+
+    def state(self) -> tuple[dict[str, Any], bytes]:
+        """Ledger state, and the ready groups with their untrained samples as frames, for a checkpoint (RES-2, RES-4)."""
+        with self._lock:
+            state = self.ledger.state()
+            groups = [(self._groups[g], tuple(samples)) for g, samples in self._untrained.items()]
+        return state, b"".join(wire.frame(_with_samples(group, samples)) for group, samples in groups)
+
+    def run_evaluations(self, version: int, names: list[str], timeout_s: float, beat: Callable[[], None]) -> list[str]:
+        """Ask for the final evaluations and wait; returns the names that did not arrive in time."""
+        if not names:
+            return []
+        before = {name: len(self.evaluations.get(name, ())) for name in names}
+        self._send(wire.RunEval(version))
+        deadline = time.monotonic() + timeout_s
+        missing = names
+        while missing and time.monotonic() < deadline:
+            self._check()
+            beat()
+            time.sleep(0.05)
+            missing = [n for n in names if len(self.evaluations.get(n, ())) == before[n]]
+        return missing
+
+    def close(self) -> None:
+        """Tell the rollout process that the run is over."""
+        self._send(wire.Finish())
+        if self._listener is not None:
+            self._listener.close()
+        self.ledger.close()
+
+    def _check(self) -> None:
+        error = self._error or (self._listener.error if self._listener is not None else None)
+        if error is not None:
+            raise error
+
+    def _start_state(self) -> wire.Start:
+        with self._lock:
+            credit = self._counters()
+            return wire.Start(
+                step=self._step,
+                version=self._version,
+                resolved=self.ledger.resolved.to_list(),
+                ready=list(self._untrained),
+                taken_tokens=credit.taken_tokens,
+                pulled_tokens=credit.pulled_tokens,
+                limit_tokens=credit.limit_tokens,
+            )
+
+    def _receive(self, message: Any) -> None:
+        if isinstance(message, ReadyGroup):
+            with self._lock:
+                self.ledger.ready(message.group_id, len(message.samples))
+            self._accept(message)
+        elif isinstance(message, wire.Resolved):
+            with self._lock:
+                self.ledger.dropped(message.group_id, message.reason)
+        elif isinstance(message, wire.Metrics):
+            with self._lock:
+                self._window.merge(message.window)
+        elif isinstance(message, wire.EvalResult):
+            with self._lock:
+                self.evaluations.setdefault(message.name, []).append(message.result)
+                for key, value in message.result.items():
+                    self._window.add(f"eval/{message.name}/{key}", value)
+
+    def _accept(self, group: ReadyGroup) -> None:
+        with self._lock:
+            self._groups[group.group_id] = group
+            self._untrained[group.group_id] = list(group.samples)
+            self._num_inbox_samples += len(group.samples)
+        self._inbox.put(group)
+
+    def _plan(self) -> None:
+        try:
+            while True:
+                group = self._inbox.get()
+                with self._lock:
+                    self._num_inbox_samples -= len(group.samples)
+                    self._window.add("rollout/queue_size", self._num_inbox_samples)
+                for sample in group.samples:
+                    self._place(sample)
+                with self._lock:
+                    self._credit.pulled(group.raw_tokens)
+                if self._inbox.empty():
+                    self._publish()
+        except BaseException as error:  # raised again by the training loop, which looks before every wait
+            self._error = error
+
+    def _place(self, sample: Sample) -> None:
+        if self._is_stale(sample):
+            self._drop(sample, "stale")
+            return
+        step = self._planner.add(sample)
+        self._drop_oversize()
+        while step is not None:
+            self._emit(step)
+            for stale in self._planner.drop(self._is_stale):
+                self._drop(stale, "stale")
+            step = self._planner.ready()
+
+    def _is_stale(self, sample: Sample) -> bool:
+        return self._staleness(sample, self._planner.next_index) > self._settings.max_staleness
+
+    def _staleness(self, sample: Sample, step_index: int) -> int:
+        by_group = self._settings.staleness_stamp == "group"
+        version = self._groups[sample.group_id].version if by_group else sample.oldest_version
+        return self._version_at(step_index) - version
+
+    def _drop_oversize(self) -> None:
+        for sample in self._planner.dropped_oversize:
+            self._drop(sample, "oversize")
+        self._planner.dropped_oversize.clear()
+
+    def _drop(self, sample: Sample, reason: str) -> None:
+        with self._lock:
+            self._credit.taken(len(sample.token_ids))
+            self._forget(sample)
+            self.ledger.dropped(sample.group_id, reason, 1)
+            name = {"stale": "sample/dropped_stale_count", "oversize": "batch/dropped_oversize_count"}[reason]
+            self._window.add(name, 1)
+
+    def _forget(self, sample: Sample) -> None:
+        """The sample is trained or dropped; with its last one the group leaves."""
+        rest = [s for s in self._untrained[sample.group_id] if s is not sample]
+        if rest:
+            self._untrained[sample.group_id] = rest
+        else:
+            del self._untrained[sample.group_id], self._groups[sample.group_id]
+
+    def _emit(self, step: Step) -> None:
+        samples, figures = self._planner.step_samples, self._planner.statistics(step)
+        with self._lock:
+            self._raw_tokens += sum(len(s.token_ids) for s in samples)
+            self._unique_tokens += sum(r.num_tokens for m in step.microbatches for r in m.rows)
+            self._measure(step, samples)
+        self._planned.put((step, samples, figures))
+
+    def _measure(self, step: Step, samples: list[Sample]) -> None:
+        """Metrics of the samples of a step (rows marked F)."""
+        window, now, count = self._window, time.time(), len(samples)
+        raw = [len(s.token_ids) for s in samples]
+        ages = [self._staleness(s, step.index) for s in samples]
+        trained = [s.num_trained_tokens for s in samples]
+        groups = {s.group_id: self._groups[s.group_id] for s in samples}
+        window.add("sample/forwarded_tokens_mean", sum(raw), count)
+        window.add("sample/forwarded_tokens_max", max(raw))
+        window.add("sample/trained_tokens_mean", sum(trained), count)
+        window.add("sample/time_in_queue_s", sum(now - groups[s.group_id].ready_at for s in samples), count)
+        window.add("sample/staleness_mean", sum(ages), count)
+        window.add("sample/staleness_max", max(ages))
+        slots = {g: dict(zip(group.rollout_indices.tolist(), group.rewards, strict=True)) for g, group in groups.items()}
+        window.add("reward_kept", float(np.nansum([slots[s.group_id][s.rollout_index] for s in samples])), count)
+        spread = {g: float(np.nanstd(group.rewards)) for g, group in groups.items()}
+        window.add("reward_group_std", sum(spread[s.group_id] for s in samples), count)
+        for name in {name for group in groups.values() for name in group.source_rewards}:
+            spreads = {g: _spread(group.source_rewards.get(name)) for g, group in groups.items()}
+            known = [spreads[s.group_id] for s in samples if spreads[s.group_id] is not None]
+            window.add(f"rewards/{name}/group_std", sum(known), len(known))
+        self._measure_groups(groups, samples, trained)
+
+    def _measure_groups(self, groups: dict[int, ReadyGroup], samples: list[Sample], trained: list[int]) -> None:
+        sizes = {g: len(group.rewards) for g, group in groups.items()}
+        self._window.add("group/usable_rollouts_mean", sum(sizes.values()), len(groups))
+        self._window.add("group/usable_rows_mean", sum(len(g.samples) for g in groups.values()), len(groups))
+        for size in set(sizes.values()):
+            share = sum(n for s, n in zip(samples, trained, strict=True) if sizes[s.group_id] == size)
+            self._window.add(f"group/loss_weight_size_{size}", share, sum(trained))
+
+    def _sharing(self) -> float:
+        """Raw over unique tokens, of the steps planned so far or of the samples in the open one."""
+        if self._unique_tokens:
+            return self._raw_tokens / self._unique_tokens
+        raw, unique = self._planner.open_tokens()
+        return raw / unique if unique else 1.0
+
+    def _counters(self) -> wire.Credit:
+        return wire.Credit(
+            taken_tokens=self._credit.taken_tokens - self._restored_tokens,
+            pulled_tokens=self._credit.pulled_tokens - self._restored_tokens,
+            limit_tokens=self._credit.limit_tokens(self._sharing()),
+            gate_closed=self._gate_closed,
+        )
+
+    def _publish(self) -> None:
+        with self._lock:
+            self._send(self._counters())
+
+    def _send(self, message: Any) -> None:
+        if self._listener is not None:
+            self._listener.send(message)
+
+
+def _spread(values: np.ndarray | None) -> float | None:
+    if values is None or np.isnan(values).all():
+        return None
+    return float(np.nanstd(values))
+
+
+def _with_samples(group: ReadyGroup, samples: tuple[Sample, ...]) -> ReadyGroup:
+    return dataclasses.replace(group, samples=samples)

@@ -1,0 +1,103 @@
+"""The training loop: one step of work is a forward and backward per microbatch, an update, and a sync where due."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from agrpo.metrics.window import Window
+from agrpo.model.optim import Updater
+from agrpo.model.shard import full_tensors
+from agrpo.model.terms import DeviceRow, token_terms
+from agrpo.train.figures import LossFigures
+from agrpo.train.proof import prove
+from agrpo.train.ranks import Ranks, Work
+
+
+class DeviceTimer:
+    """Seconds that the device spends between `start` and `stop`, summed; read without stopping the device (LOG-10)."""
+
+    def __init__(self, device: torch.device):
+        self._is_cuda = device.type == "cuda"
+        self._spans: list[tuple[Any, Any]] = []
+        self._began: Any = None
+
+    def _now(self) -> Any:
+        if not self._is_cuda:
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def start(self) -> None:
+        self._began = self._now()
+
+    def stop(self) -> None:
+        self._spans.append((self._began, self._now()))
+
+    def take_s(self) -> float:
+        """Sum since the last call; waits for the device."""
+        spans, self._spans = self._spans, []
+        if not self._is_cuda:
+            return sum(end - began for began, end in spans)
+        torch.cuda.synchronize()
+        return sum(began.elapsed_time(end) for began, end in spans) / 1000
+
+
+@dataclass(slots=True)
+class Trainer:
+    """One rank's half of the work; every method is called on all ranks together."""
+
+    ranks: Ranks
+    model: torch.nn.Module
+    updater: Updater
+    loss: Any
+    sync: Any  # this rank's sender
+    proof: Any
+    temperature: float
+    version: int  # weight version the server holds
+    every_steps: int  # optimizer steps between two syncs
+    window: Window = field(default_factory=Window)
+    figures: LossFigures = field(init=False)
+    forward_timer: DeviceTimer = field(init=False)
+    timer: DeviceTimer = field(init=False)
+
+    def __post_init__(self):
+        device = self.ranks.device
+        self.figures, self.forward_timer, self.timer = LossFigures(device), DeviceTimer(device), DeviceTimer(device)
+
+    def step(self, work: Work) -> None:
+        """Gradients of every microbatch, each divided by its exact denominator, then one update."""
+        self.timer.start()
+        for row, denominator in zip(work.rows, work.denominators, strict=True):
+            self.forward_timer.start()
+            terms = token_terms(self.model, DeviceRow.of(row, self.ranks.device), self.temperature, self.loss.wants_head)
+            value = self.loss(terms).sum() / denominator
+            self.forward_timer.stop()
+            self.updater.backward(value)
+            self.figures.add(self.loss, terms, value)
+        self.timer.stop()
+        began = time.perf_counter()
+        update = self.updater.step()
+        self.window.add("perf/optimizer_s", time.perf_counter() - began)
+        self.window.add("grad_norm", update.grad_norm)
+        self.window.add("learning_rate", update.learning_rate)
+
+    def send_weights(self, version: int) -> None:
+        """Make the server equal to the model under `version`, and prove it where that is due (SYNC-3, SYNC-16)."""
+        times = self.sync.send(full_tensors(self.model), version, self.ranks.barrier)
+        self.version = version
+        self.window.add("perf/weight_sync_s", times.total_s)
+        self.window.add("perf/weight_sync_pause_s", times.pause_s)
+        self.window.add("perf/weight_sync_barrier_s", times.barrier_s)
+        self.window.add("perf/weight_sync_transfer_s", times.transfer_s)
+        self.window.add("perf/weight_sync_version", version)
+        if self.sync.needs_proof:
+            gap = prove(self.proof, self.model, version, self.ranks.device)
+            self.window.add("perf/weight_sync_parity", gap)
+
+    def is_sync_due(self, step_index: int) -> bool:
+        return step_index % self.every_steps == 0

@@ -1,0 +1,28 @@
+"""The trainer's half of the proof of arrival: log-probs of the server's tokens and of its alternatives to them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+
+from agrpo.model.terms import DeviceRow, sequence_row, token_terms
+
+
+def prove(proof: Any, model: torch.nn.Module, version: int, device: torch.device) -> float:
+    """Mean abs log-prob difference to the server under `version`; raises ServerError above the limit. Collective."""
+
+    def trainer_logprobs(token_ids: np.ndarray, ids: np.ndarray) -> np.ndarray:
+        row = sequence_row(token_ids)
+        # Every position of the row is a loss term; only the last ones were sampled by the server.
+        head_ids = np.zeros((len(token_ids) - 1, ids.shape[1]), np.int32)
+        head_ids[-len(ids) :] = ids
+        head = np.zeros_like(head_ids, dtype=np.float32)
+        fields = {name: getattr(row, name) for name in row.__dataclass_fields__}
+        row = type(row)(**{**fields, "head_ids": head_ids, "head_logprobs": head})
+        with torch.no_grad():
+            terms = token_terms(model, DeviceRow.of(row, device), 1.0, want_head=True)
+        return terms.head_trainer_logprobs[-len(ids) :].float().cpu().numpy()
+
+    return proof.check(trainer_logprobs, version)

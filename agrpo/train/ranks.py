@@ -1,0 +1,126 @@
+"""The trainer's ranks: their process group, and how rank 0 hands each of them its part of a step.
+
+Rank 0 alone knows the plan. Each rank gets its own rows and the step's denominators as one message of array buffers
+over CPU tensors; between steps rank 0 sends `idle` messages, so that no rank waits in silence (ARCH-9).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import datetime
+import os
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from agrpo.types import Ragged, Row, Step
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """What a rank does next: `step`, `idle` (look again) or `end`."""
+
+    kind: str
+    index: int = 0  # of the step
+    denominators: tuple[float, ...] = ()  # per microbatch: what its summed loss is divided by
+    rows: tuple[Row, ...] = ()  # per microbatch: this rank's row
+
+
+IDLE, END = Work("idle"), Work("end")
+
+
+def divide(step: Step, normalization: str) -> list[Work]:
+    """The work of each rank. Sum over the step / trained tokens of the step, or the mean of microbatch means (LOSS-17)."""
+    count = len(step.microbatches)
+    if normalization == "step":
+        denominators = (float(max(step.num_trained_tokens, 1)),) * count
+    else:
+        denominators = tuple(float(max(m.num_trained_tokens, 1) * count) for m in step.microbatches)
+    num_ranks = len(step.microbatches[0].rows)
+    return [
+        Work("step", step.index, denominators, tuple(m.rows[rank] for m in step.microbatches)) for rank in range(num_ranks)
+    ]
+
+
+class Ranks:
+    """This process's place among the trainer's ranks, from torchrun's environment variables."""
+
+    def __init__(self, use_cpu: bool, timeout_s: float):
+        self.rank, self.world_size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+        local_rank = int(os.environ.get("LOCAL_RANK", 0))
+        has_gpu = torch.cuda.is_available() and not use_cpu
+        self.device = torch.device("cuda", local_rank) if has_gpu else torch.device("cpu")
+        if has_gpu:
+            torch.cuda.set_device(self.device)
+        else:
+            local_world = int(os.environ.get("LOCAL_WORLD_SIZE", self.world_size))
+            torch.set_num_threads(max(1, (os.cpu_count() or 1) // local_world))
+        if self.world_size > 1:
+            backend = "cpu:gloo,cuda:nccl" if has_gpu else "gloo"
+            dist.init_process_group(backend, timeout=datetime.timedelta(seconds=timeout_s))
+
+    @property
+    def is_first(self) -> bool:
+        return self.rank == 0
+
+    def barrier(self) -> None:
+        if self.world_size > 1:
+            dist.barrier()
+
+    def share(self, works: list[Work] | None) -> Work:
+        """Rank 0 gives one Work per rank (others None); every rank gets its own."""
+        if self.world_size == 1:
+            return works[0]
+        payloads = [encode_work(w) for w in works] if self.is_first else []
+        sizes = torch.tensor([len(p) for p in payloads] if self.is_first else [0] * self.world_size)
+        dist.broadcast(sizes, src=0)
+        if self.is_first:
+            for rank in range(1, self.world_size):
+                dist.send(torch.frombuffer(bytearray(payloads[rank]), dtype=torch.uint8), rank)
+            return works[0]
+        buffer = torch.empty(int(sizes[self.rank]), dtype=torch.uint8)
+        dist.recv(buffer, 0)
+        return decode_work(buffer.numpy().tobytes())
+
+    def tell(self, number: int) -> int:
+        """Rank 0's number on every rank."""
+        if self.world_size == 1:
+            return number
+        box = torch.tensor([number])
+        dist.broadcast(box, src=0)
+        return int(box)
+
+    def close(self) -> None:
+        if self.world_size > 1 and dist.is_initialized():
+            dist.destroy_process_group()
+
+
+def encode_work(work: Work) -> bytes:
+    """A Work as MessagePack with arrays as (dtype, shape, bytes)."""
+    rows = [{f.name: _plain(getattr(row, f.name)) for f in dataclasses.fields(Row)} for row in work.rows]
+    return msgspec.msgpack.encode([work.kind, work.index, list(work.denominators), rows])
+
+
+def decode_work(data: bytes) -> Work:
+    kind, index, denominators, rows = msgspec.msgpack.decode(data)
+    rows = tuple(Row(**{name: _restored(value) for name, value in row.items()}) for row in rows)
+    return Work(kind, index, tuple(denominators), rows)
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Ragged):
+        return {"values": _plain(value.values), "offsets": _plain(value.offsets)}
+    return [value.dtype.str, list(value.shape), value.tobytes()] if isinstance(value, np.ndarray) else value
+
+
+def _restored(value: Any) -> Any:
+    if isinstance(value, dict):
+        return Ragged(_restored(value["values"]), _restored(value["offsets"]))
+    if isinstance(value, list):
+        dtype, shape, data = value
+        return np.frombuffer(data, dtype).reshape(shape)
+    return value

@@ -1,0 +1,334 @@
+"""One rank's run from the loaded model to the exported one. Rank 0 feeds, records, saves and talks to the server."""
+
+from __future__ import annotations
+
+import logging
+import math
+import random
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from agrpo.config import Config
+from agrpo.errors import ConfigError, StallError
+from agrpo.ledger import AdmissionCredit, Ledger
+from agrpo.lifecycle import Life, Runtime
+from agrpo.metrics.diagnose import verdicts
+from agrpo.metrics.sinks import open_sinks
+from agrpo.metrics.summary import write_summary
+from agrpo.metrics.window import Window
+from agrpo.model import checkpoint as checkpoints
+from agrpo.model.load import load_model, load_tokenizer
+from agrpo.model.optim import Updater
+from agrpo.model.shard import open_mesh, shard
+from agrpo.packer.cost import Cost
+from agrpo.sync.control import ServerControl
+from agrpo.sync.proof import Proof
+from agrpo.train.feeder import Feeder
+from agrpo.train.loop import Trainer
+from agrpo.train.ranks import END, IDLE, Ranks, divide
+from agrpo.train.state import Progress, checkpoint_to_resume, restore, save
+from agrpo.types import Step
+
+_IDLE_S = 1.0  # how often rank 0 looks up while it waits for samples
+_log = logging.getLogger(__name__)
+
+
+class TrainRun:
+    """Everything one rank works with; `open`, `train`, `finish`, `close` in this order."""
+
+    def __init__(self, config: Config, run_dir: Path, life: Life):
+        self.config, self.run_dir, self.life = config, run_dir, life
+        self.runtime = Runtime.load(run_dir)
+        self.stop_requested = False
+        self.exit_reason = "finished"
+        self.feeder: Feeder | None = None
+        self.sinks: list[Any] = []
+        self.progress = Progress()
+        self._window_steps = 0  # steps since the last record
+        signal.signal(signal.SIGTERM, self._ask_to_stop)
+        signal.signal(signal.SIGINT, self._ask_to_stop)
+
+    def _ask_to_stop(self, signum: int, frame: Any) -> None:
+        """The running step is finished and saved (CLI-13); a second signal ends at once."""
+        self.stop_requested = True
+        signal.signal(signum, signal.SIG_DFL)
+
+    def open(self) -> None:
+        config = self.config
+        self.ranks = Ranks(config.run.use_cpu, config.run.collective_timeout)
+        _seed(config.run.seed, config.run.full_determinism)
+        self.life.beat("loading the model")
+        self.model, self.tokenizer = load_model(config.model, self.ranks.device), load_tokenizer(config.model)
+        shard(self.model, config.model, open_mesh(config.model, self.ranks.device))
+        scaled = config.model.precision == "fp16"
+        self.updater = Updater(self.model, config.optimizer, config.run.max_steps, scaled)
+        rows = config.data.open() if self.ranks.is_first else None
+        self.num_rows = len(rows) if hasattr(rows, "__len__") else None
+        self.fingerprint = getattr(rows, "fingerprint", None)
+        self.resumed_from = checkpoint_to_resume(config.run, self.run_dir)
+        if self.resumed_from is not None:
+            self.life.beat("restoring the checkpoint")
+            self.progress = restore(self.resumed_from, self.model, self.updater, config.run, self.fingerprint)
+        self._open_sync()
+        if self.ranks.is_first:
+            self._open_feed()
+
+    def _open_sync(self) -> None:
+        """The first sync makes the server equal to the trainer before any prompt is sent (SYNC-2, RES-13)."""
+        config, ranks = self.config, self.ranks
+        server = ServerControl(self.runtime.server_urls, config.server.timeout)
+        self.served = _served_model(server) if ranks.is_first else {}
+        proof = Proof(
+            server,
+            model=self.served.get("id"),
+            prompt_ids=_probe_ids(self.tokenizer),
+            parity_limit=config.server.parity_limit,
+            trainer_dtype=_compute_dtype(config.model),
+            rank=ranks.rank,
+            world_size=ranks.world_size,
+        )
+        self.trainer = Trainer(
+            ranks=ranks,
+            model=self.model,
+            updater=self.updater,
+            loss=config.loss,
+            sync=config.sync.open(server, self.run_dir, ranks.device, ranks.rank, ranks.world_size),
+            proof=proof,
+            temperature=config.sampler.temperature,
+            version=self.progress.version,
+            every_steps=config.sync.every_steps,
+        )
+        self.life.beat("sending the first weights")
+        self.trainer.send_weights(self.progress.version + 1)
+
+    def _open_feed(self) -> None:
+        config, progress, num_ranks = self.config, self.progress, self.ranks.world_size
+        budget = config.packer.token_budget or self.served["max_model_len"]
+        if budget < self.served["max_model_len"]:
+            _log.warning(
+                "packer.token_budget=%d is below the server's context of %d tokens: longer samples are dropped",
+                budget, self.served["max_model_len"],
+            )  # fmt: skip
+        accumulation = config.run.gradient_accumulation_steps
+        planner = config.packer.planner(num_ranks, budget, Cost.of_config(self.model.config), accumulation)
+        planner.next_index = progress.step + 1
+        ledger = Ledger(self.run_dir / "ledger.jsonl")
+        ledger.start(self.runtime.run_id, progress.ledger)
+        first_version, first_step, every = self.trainer.version, progress.step, config.sync.every_steps
+        credit = AdmissionCredit(
+            config.rollout.max_staleness, config.rollout.allowance_window_steps, budget * num_ranks * accumulation
+        )
+        self.feeder = Feeder(
+            planner=planner,
+            ledger=ledger,
+            credit=credit,
+            settings=config.rollout,
+            version_at=lambda step: first_version + (step - 1) // every - first_step // every,
+            version=first_version,
+            step=first_step,
+        )
+        resumed_step = progress.step if self.resumed_from is not None else None
+        self.sinks = open_sinks(config.logger, self.run_dir, resumed_step)
+        self.feeder.open(self.runtime.wire_host, self.runtime.wire_port, self.runtime.wire_key, list(progress.ready))
+
+    def train(self) -> None:
+        """Steps until the run is complete or asked to stop; every rank runs the same sequence."""
+        self.began_at = self._step_ended_at = time.perf_counter()
+        self._waited_s = 0.0
+        while True:
+            work = self.ranks.share(self._next_works() if self.ranks.is_first else None)
+            if work.kind == "end":
+                return
+            if work.kind == "idle":
+                self.life.beat("waiting for samples", step=self.progress.step)
+                continue
+            self.life.beat("training", step=work.index)
+            self.trainer.step(work)
+            self.progress.step = work.index
+            if self.ranks.is_first:
+                self.feeder.trained(self._step)
+            if self.trainer.is_sync_due(work.index):
+                self.trainer.send_weights(self.trainer.version + 1)
+                self.progress.version = self.trainer.version
+                if self.ranks.is_first:
+                    self.feeder.synced(self.trainer.version)
+            self._report(work.index)
+            if self._is_save_due(work.index):
+                self.save()
+
+    def _next_works(self) -> list:
+        """Rank 0 decides: end, wait, or the next planned step."""
+        count = self.ranks.world_size
+        if self.stop_requested:
+            self.exit_reason = "stopped by a signal"
+            return [END] * count
+        if self._is_complete():
+            return [END] * count
+        began = time.perf_counter()
+        planned = self.feeder.next_step(_IDLE_S)
+        self._waited_s += time.perf_counter() - began
+        if planned is None:
+            self._check_trainable()
+            return [IDLE] * count
+        self._step, figures = planned
+        self._record_step(self._step, figures)
+        return divide(self._step, self.config.loss.normalization)
+
+    def _is_complete(self) -> bool:
+        """RUN-1, RUN-4: `run.max_steps` steps, else all prompts of the epochs resolved at the end of a step."""
+        run = self.config.run
+        if run.max_steps is not None:
+            return self.progress.step >= run.max_steps
+        if self.num_rows is None:
+            return False
+        return self.feeder.num_resolved >= math.ceil(run.num_train_epochs * self.num_rows) and self._window_steps == 0
+
+    def _check_trainable(self) -> None:
+        """RUN-7: a whole epoch without a group to train can never give a step."""
+        ledger = self.feeder.ledger
+        if self.num_rows is not None and ledger.untrained_in_a_row >= max(self.num_rows, 1) and not self.feeder.has_samples:
+            counts = ", ".join(f"{reason}: {count}" for reason, count in sorted(ledger.reasons.items()))
+            raise StallError(f"no group of a whole epoch of {self.num_rows} prompts could be trained ({counts})")
+
+    def _record_step(self, step: Step, figures: dict[str, tuple[float, float]]) -> None:
+        window = self.trainer.window
+        for name, (value, weight) in figures.items():
+            window.add(name, value, weight)
+        window.add("perf/rollout_wait_s", self._waited_s)
+        self._waited_s = 0.0
+        self.progress.num_tokens += sum(r.num_tokens for m in step.microbatches for r in m.rows)
+
+    def _report(self, step_index: int) -> None:
+        """Step times, and a record at the end of a logging window (LOG-1)."""
+        trainer, now = self.trainer, time.perf_counter()
+        trainer.window.add("perf/step_s", now - self._step_ended_at)
+        self._step_ended_at = now
+        self._window_steps += 1
+        logger, max_steps = self.config.logger, self.config.run.max_steps
+        is_last = max_steps is not None and step_index >= max_steps
+        is_first = logger.logging_first_step and step_index == 1
+        if step_index % logger.logging_steps == 0 or is_last or is_first or self.stop_requested_anywhere():
+            self._write_record(step_index)
+
+    def stop_requested_anywhere(self) -> bool:
+        """Records are collective, so all ranks decide alike: rank 0's wish counts."""
+        return bool(self.ranks.tell(int(self.stop_requested)))
+
+    def _write_record(self, step_index: int) -> None:
+        trainer, steps = self.trainer, self._window_steps
+        forward_s, total_s = trainer.forward_timer.take_s(), trainer.timer.take_s()
+        trainer.figures.record(trainer.window, steps)
+        self._window_steps = 0
+        window = trainer.window
+        if not self.ranks.is_first:
+            window.record(step_index)
+            return
+        window.merge(self.feeder.take_window())
+        unique, step_s = window.total("batch/forwarded_tokens_per_step"), window.total("perf/step_s")
+        window.add("perf/fwd_s", forward_s, steps)
+        window.add("perf/fwd_bwd_s", total_s, steps)
+        window.add("perf/fwd_bwd_forwarded_tokens_per_s", unique, total_s)
+        window.add("perf/wall_clock_forwarded_tokens_per_s", unique, step_s)
+        window.add("perf/wall_clock_trained_tokens_per_s", window.total("batch/trained_tokens_per_step"), step_s)
+        window.add("num_tokens", self.progress.num_tokens)
+        if self.num_rows:
+            window.add("epoch", self.feeder.num_resolved / self.num_rows)
+        self._write(window, step_index, verdicts(window, steps, self.config.rollout.max_concurrent_rollouts))
+
+    def _write(self, window: Window, step_index: int, verdict: dict[str, str]) -> None:
+        record = {**window.record(step_index), **verdict}
+        for sink in self.sinks:
+            sink.write(step_index, record)
+
+    def _is_save_due(self, step_index: int) -> bool:
+        section = self.config.checkpoint
+        if section.strategy == "steps":
+            return step_index % section.save_steps == 0
+        if section.strategy == "epoch" and self.num_rows_everywhere():
+            epoch = self.ranks.tell(self.feeder.num_resolved // self.num_rows if self.ranks.is_first else 0)
+            is_new, self._saved_epoch = epoch > getattr(self, "_saved_epoch", 0), epoch
+            return is_new
+        return False
+
+    def num_rows_everywhere(self) -> int:
+        return self.ranks.tell(self.num_rows or 0 if self.ranks.is_first else 0)
+
+    def save(self) -> None:
+        self.life.beat("saving a checkpoint", step=self.progress.step)
+        self.progress.version = self.trainer.version
+        folder = checkpoints.folder_of(self.run_dir / "checkpoints", self.progress.step)
+        fed = self.feeder.state() if self.ranks.is_first else None
+        save(folder, self.model, self.updater, self.config.checkpoint, self.progress, fed, self.fingerprint)
+
+    def finish(self) -> None:
+        """Final evaluations, checkpoint, exported model, summary (RUN-8)."""
+        wall_s = time.perf_counter() - self.began_at
+        is_done = self.exit_reason == "finished"
+        if is_done:
+            self._evaluate()
+        if self.config.checkpoint.save_final or not is_done:
+            self.save()
+        if is_done:
+            self.life.beat("exporting the model")
+            dtype = checkpoints.export_dtype(self.config.model)
+            checkpoints.export(self.model, self.tokenizer, self.run_dir / "model", dtype)
+        if self.ranks.is_first:
+            write_summary(self.run_dir, self.exit_reason, version=self.trainer.version, training_s=round(wall_s, 3))
+
+    def _evaluate(self) -> None:
+        """Evaluations at the end see the final weights, so a sync that was not due yet comes first."""
+        names = [name for name, evaluation in self.config.eval.items() if evaluation.at_end]
+        if names and not self.trainer.is_sync_due(self.progress.step):
+            self.trainer.send_weights(self.trainer.version + 1)
+            if self.ranks.is_first:
+                self.feeder.synced(self.trainer.version)
+        if not self.ranks.is_first or not names:
+            return
+        self.life.beat("evaluating")
+        limit = self.config.rollout.progress_timeout or self.config.server.timeout
+        missing = self.feeder.run_evaluations(self.trainer.version, names, limit, lambda: self.life.beat("evaluating"))
+        if missing:
+            raise StallError(f"waited {limit:.0f} s for the final evaluation of {', '.join(missing)}")
+        self._write(self.feeder.take_window(), self.progress.step, {})
+
+    def close(self) -> None:
+        if self.feeder is not None:
+            self.feeder.close()
+        for sink in self.sinks:
+            sink.close()
+        if hasattr(self, "trainer"):
+            self.trainer.sync.close()
+        if hasattr(self, "ranks"):
+            self.ranks.close()
+
+
+def _seed(seed: int, full_determinism: bool) -> None:
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+    torch.manual_seed(seed)
+    if full_determinism:
+        torch.use_deterministic_algorithms(True)
+
+
+def _served_model(server: ServerControl) -> dict[str, Any]:
+    """Id and context length of the base model at the first server (SRV-10)."""
+    entries = server.request(server.urls[0], "GET", "/v1/models")["data"]
+    base = next(entry for entry in entries if not entry.get("parent"))
+    if not base.get("max_model_len"):
+        raise ConfigError(f"{server.urls[0]}/v1/models does not say max_model_len; set packer.token_budget")
+    return base
+
+
+def _probe_ids(tokenizer: Any) -> list[int]:
+    """A fixed short prompt for the proof of arrival."""
+    ids = tokenizer("What is 17 + 25? Weights, arrive.", add_special_tokens=False)["input_ids"]
+    return list(ids) or [tokenizer.eos_token_id]
+
+
+def _compute_dtype(model: Any) -> str:
+    return {"bf16": "bfloat16", "fp16": "float16"}.get(model.precision, model.dtype)

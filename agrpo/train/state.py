@@ -1,0 +1,86 @@
+"""What a checkpoint holds beside the weights, and which checkpoint a run continues (RES-1 to RES-9)."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from agrpo import wire
+from agrpo.errors import ConfigError
+from agrpo.model import checkpoint as checkpoints
+from agrpo.types import ReadyGroup
+
+STATE, READY = "rollout_state.json", "ready_groups.bin"
+_log = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class Progress:
+    """Counters of a run that continue over a resume."""
+
+    step: int = 0  # optimizer steps done
+    version: int = 0  # weight syncs completed
+    num_tokens: int = 0  # unique tokens forwarded
+    ledger: dict[str, Any] | None = None
+    ready: tuple[ReadyGroup, ...] = ()
+
+
+def checkpoint_to_resume(run: Any, run_dir: Path) -> Path | None:
+    """The checkpoint that `run.resume` names; None for a fresh run (RES-9). Raises ConfigError."""
+    if run.resume is None:
+        return None
+    if run.resume != "auto":
+        return Path(run.resume)
+    found = checkpoints.newest(run_dir / "checkpoints")
+    if found is None:
+        _log.info("run.resume=auto: no complete checkpoint in %s, starting fresh", run_dir / "checkpoints")
+    return found
+
+
+def restore(folder: Path, model: Any, updater: Any, run: Any, fingerprint: str | None) -> Progress:
+    """Load a checkpoint into the model and the updater; collective. Raises ConfigError for other data (RES-8)."""
+    files = checkpoints.load(folder, model, updater)
+    state = files.get(STATE)
+    if state is None:
+        _log.warning("%s has no %s: prompts start from the first one", folder, STATE)  # RES-7
+        return Progress(step=int(folder.name.rsplit("-", 1)[-1]))
+    ledger, ready = state["ledger"], folder / READY
+    if fingerprint is not None and state["fingerprint"] not in (None, fingerprint):
+        if not run.allow_dataset_change:
+            raise ConfigError(
+                f"run.resume: the data differ from those of {folder} (fingerprint {state['fingerprint']}, now "
+                f"{fingerprint}); restore them, or start them over with run.allow_dataset_change=true"
+            )
+        ledger = {**ledger, "resolved": [], "reasons": {}}
+        return Progress(state["step"], state["version"], state["num_tokens"], ledger)
+    groups = tuple(wire.frames(ready.read_bytes())) if ready.exists() else ()
+    _log.info("resumed from %s: step %d, version %d, %d ready groups", folder, state["step"], state["version"], len(groups))
+    return Progress(state["step"], state["version"], state["num_tokens"], ledger, groups)
+
+
+def save(
+    folder: Path,
+    model: Any,
+    updater: Any,
+    section: Any,
+    progress: Progress,
+    fed: tuple[dict[str, Any], bytes] | None,
+    fingerprint: str | None,
+) -> None:
+    """Write one checkpoint; collective. `fed` is the feeder's state on rank 0, None elsewhere."""
+    files: dict[str, Any] = {}
+    if fed is not None:
+        ledger, ready = fed
+        files[STATE] = {
+            "step": progress.step,
+            "version": progress.version,
+            "num_tokens": progress.num_tokens,
+            "fingerprint": fingerprint,
+            "ledger": ledger,
+        }
+        if section.save_ready_groups:
+            files[READY] = ready
+    checkpoints.save(folder, model, None if section.save_only_model else updater, files)
+    checkpoints.prune(folder.parent, section.save_total_limit)
