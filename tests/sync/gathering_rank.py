@@ -1,7 +1,7 @@
 """One trainer rank of the multi-rank sync test: `gathering_rank.py MECHANISM URL RUN_DIR NUM_SYNCS FAIL_FAST`.
 
-A module sharded by FSDP2 is gathered tensor by tensor while it is sent. Version v sends weights filled by the formula below,
-so that the other side can check them without seeing this process.
+A module sharded by FSDP2 is gathered tensor by tensor while it is sent. Version v sends weights filled by the formula
+below, so that the other side can check them without seeing this process.
 """
 
 from __future__ import annotations

@@ -72,7 +72,7 @@ def test_wrong_weights_are_read_as_partly_arrived(server, tmp_path):
 def test_raw_logprobs_are_read_as_shifted(server, tmp_path):
     send(server, tmp_path, make_table(1), 1)
     shifted = scorer_of(make_table(1))
-    with pytest.raises(ServerError, match="difference 0.75 nats over 65 values.*all values are shifted alike, by [+]0.75"):
+    with pytest.raises(ServerError, match="difference 0.75 nats over 65 values.*all values are shifted alike, by .0.75"):
         make_proof(server).check(lambda t, i: shifted(t, i) + 0.75, 1)
 
 
@@ -80,10 +80,14 @@ def test_small_error_fails_in_float32_only(server, tmp_path):
     send(server, tmp_path, make_table(1), 1)
     exact = scorer_of(make_table(1))
     noise = np.where(np.arange(5) % 2, 0.01, -0.01)
-    assert make_proof(server, trainer_dtype="bfloat16").check(lambda t, i: exact(t, i) + noise, 1) == pytest.approx(0.01)
-    assert make_proof(server, parity_limit=None).check(lambda t, i: exact(t, i) + noise, 1) == pytest.approx(0.01)
+
+    def noisy(token_ids, ids):
+        return exact(token_ids, ids) + noise
+
+    assert make_proof(server, trainer_dtype="bfloat16").check(noisy, 1) == pytest.approx(0.01)
+    assert make_proof(server, parity_limit=None).check(noisy, 1) == pytest.approx(0.01)
     with pytest.raises(ServerError, match="server.parity_limit=null"):
-        make_proof(server).check(lambda t, i: exact(t, i) + noise, 1)
+        make_proof(server).check(noisy, 1)
 
 
 def test_not_a_number_is_never_within_the_limit(server, tmp_path):
@@ -94,5 +98,5 @@ def test_not_a_number_is_never_within_the_limit(server, tmp_path):
 
 def test_server_without_an_answer_is_named(server):
     server.fail_at = "/inference/v1/generate"
-    with pytest.raises(ServerError, match="proof that weights arrived got no answer: POST .* answered 500: told to fail"):
+    with pytest.raises(ServerError, match="proof .* got no answer: POST .* answered 500: told to fail"):
         make_proof(server).check(scorer_of(make_table(1)), 1)

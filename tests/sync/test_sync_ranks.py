@@ -22,7 +22,8 @@ def run_ranks(world_size: int, *arguments: str) -> list[tuple[int, str]]:
     """Exit code and output of each rank; ends them all after 60 s."""
     with socket.create_server(("127.0.0.1", 0)) as probe:
         port = probe.getsockname()[1]
-    shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(world_size), "PYTHONPATH": str(ROOT)}
+    shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(world_size)}
+    shared["PYTHONPATH"] = str(ROOT)
     command = [sys.executable, str(SCRIPT), *arguments]
     ranks = [
         subprocess.Popen(command, env={**os.environ, **shared, "RANK": str(rank)}, stdout=subprocess.PIPE, text=True)

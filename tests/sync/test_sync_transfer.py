@@ -21,10 +21,16 @@ from agrpo.sync.gloo import Gloo
 ROOT = Path(__file__).parents[2]
 MECHANISMS = {"gloo": Gloo, "disk": Disk}
 TRANSFER = {
-    "gloo": ["/init_weight_transfer_engine", "/pause", "/start_weight_update", "/update_weights", "/finish_weight_update",
-             "/resume"],
+    "gloo": [
+        "/init_weight_transfer_engine",
+        "/pause",
+        "/start_weight_update",
+        "/update_weights",
+        "/finish_weight_update",
+        "/resume",
+    ],
     "disk": ["/pause", "/collective_rpc", "/update_weight_version", "/resume"],
-}  # fmt: skip
+}
 
 
 def no_barrier() -> None:

@@ -1,7 +1,7 @@
 """A real HTTP server with real receivers for the sync tests: it holds named tensors and answers from them.
 
-`table` [V, V] makes it a bigram model: the logits of the next token are the row of the last one. `fail_at` makes one path
-answer 500. `python weight_server.py PORT RECEIVER [DTYPE]` runs it as a process of its own.
+`table` [V, V] makes it a bigram model: the logits of the next token are the row of the last one. `fail_at` makes one
+path answer 500. `python weight_server.py PORT RECEIVER [DTYPE]` runs it as a process of its own.
 """
 
 from __future__ import annotations

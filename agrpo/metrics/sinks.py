@@ -1,0 +1,201 @@
+"""Where records go: always `metrics.jsonl`, and what `logger.sinks` names; all get the same values (LOG-8)."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import json
+import logging
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Protocol
+
+from agrpo.errors import ConfigError
+
+log = logging.getLogger(__name__)
+
+FILE_NAME = "metrics.jsonl"
+CONSOLE = "console"  # drawn by the supervisor from the file, not written by the trainer
+
+Record = Mapping[str, float | int | str]
+
+
+class Sink(Protocol):
+    """Takes one record per logging window. Built as `Sink(section, run_dir, options)`."""
+
+    def write(self, step: int, record: Record) -> None: ...
+
+    def close(self) -> None: ...
+
+
+def open_sinks(section: Any, run_dir: Path, resumed_step: int | None = None) -> list[Sink]:
+    """The sinks of a `logger` section; records after `resumed_step` are removed from the file, they come again.
+
+    A sink other than the file may fail: it is warned about once and left out, and the run goes on.
+    """
+    sinks: list[Sink] = [Jsonl(run_dir, resumed_step)]
+    for name in _chosen(section):
+        try:
+            sinks.append(Guarded(name, _sink_class(name)(section, run_dir, _options(section, name))))
+        except ConfigError:
+            raise
+        except Exception as error:
+            log.warning("logger %s is off: %s: %s", name, type(error).__name__, error)
+    return sinks
+
+
+def problems(section: Any) -> list[str]:
+    """Sinks that do not exist or whose package is missing, one line each."""
+    lines = []
+    for name in _chosen(section):
+        if name in SINKS:
+            package = SINKS[name][1]
+            if importlib.util.find_spec(package) is None:
+                lines.append(f'logger: {name} needs its package: pip install "agrpo[{name}]"; or use logger={CONSOLE}')
+        elif "." not in name:
+            allowed = ", ".join([CONSOLE, "none", *SINKS])
+            lines.append(f"logger.sinks: unknown sink {name!r}; allowed: {allowed}, or the import path of a class")
+    return lines
+
+
+def _chosen(section: Any) -> list[str]:
+    return [name for name, is_on in section.sinks.items() if is_on and name != CONSOLE]
+
+
+def _options(section: Any, name: str) -> dict[str, Any]:
+    """`logger.options` of one sink: its own mapping where there is one of its name, else all of them."""
+    own = section.options.get(name)
+    return dict(own if isinstance(own, Mapping) else section.options)
+
+
+def _sink_class(name: str) -> Any:
+    if name in SINKS:
+        return SINKS[name][0]
+    if "." not in name:
+        raise ConfigError(f"logger.sinks: unknown sink {name!r}")
+    module, _, attribute = name.rpartition(".")
+    return getattr(importlib.import_module(module), attribute)
+
+
+class Jsonl:
+    """One JSON object per line, flushed at once; values that are not finite are null."""
+
+    def __init__(self, run_dir: Path, resumed_step: int | None = None):
+        path = Path(run_dir) / FILE_NAME
+        kept = [r for r in read_records(run_dir) if resumed_step is None or r["step"] <= resumed_step]
+        if path.exists():
+            # A killed process may leave half a line, and steps after the checkpoint are made again.
+            beside = path.with_name(f".{FILE_NAME}")
+            beside.write_text("".join(json.dumps(record) + "\n" for record in kept))
+            beside.replace(path)
+        self._file = path.open("a")
+
+    def write(self, step: int, record: Record) -> None:
+        finite = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in record.items()}
+        self._file.write(json.dumps({"step": step, **finite}) + "\n")
+        self._file.flush()
+
+    def close(self) -> None:
+        self._file.close()
+
+
+def read_records(run_dir: Path) -> list[dict[str, Any]]:
+    """The records of a run so far, without a half-written last line; [] before the first."""
+    path = Path(run_dir) / FILE_NAME
+    if not path.exists():
+        return []
+    records = []
+    for line in path.read_text().splitlines():
+        try:
+            record = json.loads(line)
+        except ValueError:
+            continue
+        if isinstance(record, dict) and "step" in record:
+            records.append(record)
+    return records
+
+
+class Guarded:
+    """A sink that may fail: the first failure is a warning and the end of this sink, never of the run."""
+
+    def __init__(self, name: str, sink: Sink):
+        self.name, self._sink = name, sink
+        self._is_open = True
+
+    def write(self, step: int, record: Record) -> None:
+        if not self._is_open:
+            return
+        try:
+            self._sink.write(step, record)
+        except Exception as error:
+            self._is_open = False
+            log.warning("logger %s is off from step %d: %s: %s", self.name, step, type(error).__name__, error)
+
+    def close(self) -> None:
+        try:
+            self._sink.close()
+        except Exception as error:
+            log.warning("logger %s could not be closed: %s: %s", self.name, type(error).__name__, error)
+
+
+class Tensorboard:
+    """Event files in `<run_dir>/tensorboard`; texts appear under the text tab."""
+
+    def __init__(self, section: Any, run_dir: Path, options: dict[str, Any]):
+        from torch.utils.tensorboard import SummaryWriter
+
+        self._writer = SummaryWriter(**{"log_dir": str(Path(run_dir) / "tensorboard"), **options})
+
+    def write(self, step: int, record: Record) -> None:
+        for name, value in record.items():
+            if name == "step":
+                continue
+            if isinstance(value, str):
+                self._writer.add_text(name, value, step)
+            else:
+                self._writer.add_scalar(name, value, step)
+        self._writer.flush()
+
+    def close(self) -> None:
+        self._writer.close()
+
+
+class Wandb:
+    """A run of the project `logger.project`; WANDB_MODE=offline keeps it on this machine."""
+
+    def __init__(self, section: Any, run_dir: Path, options: dict[str, Any]):
+        import wandb
+
+        name = section.run_name or Path(run_dir).name
+        self._run = wandb.init(**{"project": section.project, "name": name, "dir": str(run_dir), **options})
+
+    def write(self, step: int, record: Record) -> None:
+        self._run.log({k: v for k, v in record.items() if k != "step"}, step=step)
+
+    def close(self) -> None:
+        self._run.finish()
+
+
+class Trackio:
+    """A run of the project `logger.project`; `logger.options` may name a space."""
+
+    def __init__(self, section: Any, run_dir: Path, options: dict[str, Any]):
+        import trackio
+
+        self._trackio = trackio
+        trackio.init(**{"project": section.project, "name": section.run_name or Path(run_dir).name, **options})
+
+    def write(self, step: int, record: Record) -> None:
+        self._trackio.log({k: v for k, v in record.items() if k != "step"}, step=step)
+
+    def close(self) -> None:
+        self._trackio.finish()
+
+
+# name -> class, package it needs
+SINKS: dict[str, tuple[Any, str]] = {
+    "tensorboard": (Tensorboard, "tensorboard"),
+    "wandb": (Wandb, "wandb"),
+    "trackio": (Trackio, "trackio"),
+}

@@ -1,0 +1,53 @@
+"""`summary.json`: what a finished run came to, from its records (MAP-16)."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from agrpo.lifecycle import write_atomic
+from agrpo.metrics.sinks import read_records
+
+FILE_NAME = "summary.json"
+
+
+def write_summary(run_dir: Path, exit_reason: str, **facts: Any) -> dict[str, Any]:
+    """Write and return the summary; `facts` are further entries (paths, wall time, versions)."""
+    summary = {**summarize(read_records(run_dir), exit_reason), **facts}
+    write_atomic(Path(run_dir) / FILE_NAME, json.dumps(summary, indent=2) + "\n")
+    return summary
+
+
+def read_summary(run_dir: Path) -> dict[str, Any]:
+    """The summary of a run, {} if it wrote none."""
+    path = Path(run_dir) / FILE_NAME
+    return json.loads(path.read_text()) if path.exists() else {}
+
+
+def summarize(records: Sequence[dict[str, Any]], exit_reason: str) -> dict[str, Any]:
+    """The last step, mean loss over all records, last value of each metric, each evaluation before and after."""
+    losses = [r["loss"] for r in records if r.get("loss") is not None]
+    last: dict[str, Any] = {}
+    for record in records:
+        last.update(record)  # a record leaves out what had no events, so the last value may be older
+    return {
+        "global_step": last.pop("step", 0),
+        "exit_reason": exit_reason,
+        "training_loss": sum(losses) / len(losses) if losses else None,
+        "eval": evaluations(records),
+        "metrics": last,
+    }
+
+
+def evaluations(records: Sequence[dict[str, Any]]) -> dict[str, dict[str, dict[str, Any]]]:
+    """Evaluation -> `before` and `after` with reward, version and step: the first and the last that was made."""
+    found: dict[str, dict[str, dict[str, Any]]] = {}
+    for record in records:
+        for key, reward in record.items():
+            if key.startswith("eval/") and key.endswith("/reward") and reward is not None:
+                name = key.removeprefix("eval/").removesuffix("/reward")
+                point = {"reward": reward, "version": record.get(f"eval/{name}/version"), "step": record["step"]}
+                found.setdefault(name, {"before": point})["after"] = point
+    return found

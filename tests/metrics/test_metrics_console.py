@@ -1,0 +1,147 @@
+"""What the console shows, as text of a fixed width."""
+
+from __future__ import annotations
+
+import io
+
+import pytest
+from rich.console import Console as RichConsole
+
+from agrpo.metrics.chart import curve
+from agrpo.metrics.console import Console, clock, short_number, step_line
+from agrpo.metrics.summary import summarize
+
+RECORD = {
+    "step": 12,
+    "reward": 0.4149,
+    "loss": -0.0131,
+    "sample/staleness_mean": 1.0,
+    "perf/wall_clock_forwarded_tokens_per_s": 4812.0,
+    "perf/rollout_wait_s": 0.84,
+    "perf/step_s": 1.2,
+    "diag/bottleneck": "generation-bound",
+}
+
+
+def make_console(tmp_path, terminal: bool, **settings):
+    file = io.StringIO()
+    output = RichConsole(file=file, width=80, force_terminal=terminal, highlight=False, color_system=None)
+    return Console(tmp_path, output=output, **settings), file
+
+
+def rendered(console) -> str:
+    file = io.StringIO()
+    RichConsole(file=file, width=80, color_system=None).print(console.render())
+    return file.getvalue()
+
+
+def make_records(num: int) -> list[dict]:
+    start = {"step": 0, "eval/heldout/reward": 0.52, "eval/heldout/version": 0.0}
+    steps = [{**RECORD, "step": i, "reward": 0.5 + 0.4 * i / num} for i in range(1, num + 1)]
+    steps[-1] = {**steps[-1], "eval/heldout/reward": 0.94, "eval/heldout/version": float(num)}
+    return [start, *steps]
+
+
+def test_step_line_reads_as_promised():
+    assert step_line(RECORD, 60) == (
+        "step 12/60  reward 0.41  loss -0.013  staleness 1.0  tokens/s 4.8k  wait 0.8s  step 1.2s  generation-bound"
+    )
+    assert step_line({"step": 3, "reward": None, "perf/step_s": 2.0}) == "step 3  step 2.0s"
+    assert step_line({"step": 0, "eval/heldout/reward": 0.52}, 60) == "step 0/60  heldout 0.52"
+
+
+def test_numbers_are_short():
+    assert [short_number(v) for v in (0, 37.4, 999, 4812, 123_456, 1_234_567)] == ["0", "37", "999", "4.8k", "123k", "1.2M"]
+    assert [clock(s) for s in (0, 59.9, 75, 3675)] == ["0:00", "0:59", "1:15", "1:01:15"]
+
+
+def test_piped_output_is_one_plain_line_per_phase_and_step(tmp_path):
+    console, file = make_console(tmp_path, terminal=False, max_steps=60)
+    with console:
+        console.phase("server", "loading model")
+        console.phase("server", "loading model")
+        console.phase("rollout", "waiting for weights")
+        console.step(RECORD)
+        console.phase("rollout", "playing")
+        console.note("server restarted [1/3]")
+        console.failure("the reward accuracy raised ValueError: \u2264 0")
+    lines = file.getvalue().splitlines()
+    assert [line.split("] ", 1)[1] for line in lines[:2]] == ["server: loading model", "rollout: waiting for weights"]
+    assert lines[2] == step_line(RECORD, 60) and lines[3] == "server restarted [1/3]" and len(lines) == 5
+    assert "\x1b" not in file.getvalue()
+
+
+def test_quiet_console_keeps_phases_and_failures(tmp_path):
+    console, file = make_console(tmp_path, terminal=False, shows_steps=False)
+    with console:
+        console.phase("server", "ready")
+        console.step(RECORD)
+        console.failure("gone")
+    assert [line.strip() for line in file.getvalue().splitlines()][1:] == ["gone"]
+
+
+def test_live_view_shows_phases_and_then_the_steps_in_80_columns(tmp_path):
+    console, _ = make_console(tmp_path, terminal=True, max_steps=60)
+    console.phase("server", "loading model")
+    console.phase("trainer0", "sending the first weights")
+    assert [line.split()[0] for line in rendered(console).splitlines()] == ["server", "trainer0"]
+    for record in make_records(12):
+        console.step(record)
+    text = rendered(console)
+    assert max(map(len, text.splitlines())) <= 80
+    assert "step 12/60 [#####-------------------]" in text and "left 0:57" in text  # 48 steps of 1.2 s
+    header, *rows = [line for line in text.splitlines() if "bottleneck" in line or "generation-bound" in line]
+    assert header.split() == ["step", "reward", "loss", "staleness", "tokens/s", "wait", "s", "step", "s", "bottleneck"]
+    assert [row.split()[0] for row in rows] == [str(i) for i in range(5, 13)]
+    assert rows[-1].split() == ["12", "0.90", "-0.013", "1.0", "4.8k", "0.8", "1.2", "generation-bound"]
+    assert "heldout  0.520 (version 0) -> 0.940 (version 12)" in text
+
+
+def test_live_view_ends_without_a_trace_of_control_characters_in_the_records(tmp_path):
+    console, file = make_console(tmp_path, terminal=True, max_steps=12)
+    with console:
+        for record in make_records(12):
+            console.step(record)
+        console.finish(summarize(make_records(12), "max_steps"), {"model": "/runs/a/model", "metrics": "/runs/a/metrics.jsonl"})
+    text = file.getvalue()
+    assert text.rstrip().splitlines()[-2:] == ["model    /runs/a/model", "metrics  /runs/a/metrics.jsonl"]
+    saved = (tmp_path / "curve.txt").read_text()
+    assert saved.isascii() and saved.count("O") == 2
+
+
+def test_end_of_a_piped_run_is_ascii(tmp_path):
+    console, file = make_console(tmp_path, terminal=False)
+    console.finish(summarize(make_records(7), "max_steps"), {"model": "/runs/a/model"}, make_records(7))
+    text = file.getvalue()
+    assert text.isascii() and max(map(len, text.splitlines())) <= 80
+    assert "reward by step   (O = heldout)" in text and "heldout  0.520 (version 0) -> 0.940 (version 7)" in text
+
+
+def test_run_that_failed_before_its_first_step_still_lists_its_paths(tmp_path):
+    console, file = make_console(tmp_path, terminal=False)
+    console.finish(summarize([], "error"), {"logs": "/runs/a/logs"})
+    assert file.getvalue().split() == ["logs", "/runs/a/logs"]
+
+
+def test_curve_puts_points_where_they_belong():
+    # 11 columns and 5 rows: column i lies at row 4 - 0.4 i, rounded.
+    assert curve([(0, 0.0), (10, 1.0)], [(0, 1.0)], width=17, height=6).splitlines() == [
+        "1.00 |O        **",
+        "     |       **",
+        "0.50 |    ***",
+        "     |  **",
+        "0.00 |**",
+        "      0        10",
+    ]
+
+
+@pytest.mark.parametrize("points", [[], [(1, float("nan"))]])
+def test_curve_of_nothing_is_empty(points):
+    assert curve(points) == ""
+
+
+def test_curve_of_equal_values_and_of_many_points_keeps_its_size():
+    for points in ([(1, 0.5)], [(i, 0.5) for i in range(3)], [(i, i % 7) for i in range(5000)]):
+        for ascii_only in (True, False):
+            lines = curve(points, width=61, height=9, ascii_only=ascii_only).splitlines()
+            assert len(lines) == 9 and max(map(len, lines)) <= 61

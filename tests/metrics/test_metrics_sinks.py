@@ -1,0 +1,130 @@
+"""Records on their way out: the file, TensorBoard, sinks that fail, and the summary of a run."""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import types
+
+import pytest
+
+from agrpo.errors import ConfigError
+from agrpo.metrics.sinks import open_sinks, problems, read_records
+from agrpo.metrics.summary import read_summary, write_summary
+
+
+def make_section(*names: str, **options):
+    return types.SimpleNamespace(sinks=dict.fromkeys(names, True), options=options, project="agrpo", run_name=None)
+
+
+class Recorder:
+    """A sink of a user: fails from the second record on if its option says so."""
+
+    opened: list = []
+
+    def __init__(self, section, run_dir, options):
+        self.options, self.records = options, []
+        Recorder.opened.append(self)
+
+    def write(self, step, record):
+        if self.options.get("fails") and self.records:
+            raise OSError("no space")
+        self.records.append((step, dict(record)))
+
+    def close(self):
+        self.records.append("closed")
+
+
+def write(sinks, *records):
+    for record in records:
+        for sink in sinks:
+            sink.write(record["step"], record)
+    for sink in sinks:
+        sink.close()
+
+
+def test_file_holds_one_object_per_record_with_null_for_what_is_not_finite(tmp_path):
+    write(open_sinks(make_section(), tmp_path), {"step": 1, "reward": 0.5, "tools/failure_frequency": math.nan}, {"step": 2})
+    lines = (tmp_path / "metrics.jsonl").read_text().splitlines()
+    assert [json.loads(line) for line in lines] == [
+        {"step": 1, "reward": 0.5, "tools/failure_frequency": None},
+        {"step": 2},
+    ]
+
+
+def test_resume_drops_half_a_line_and_the_steps_that_come_again(tmp_path):
+    write(open_sinks(make_section(), tmp_path), *({"step": i, "reward": i / 10} for i in range(1, 8)))
+    with (tmp_path / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 8, "rew')
+    assert [r["step"] for r in read_records(tmp_path)] == [1, 2, 3, 4, 5, 6, 7]
+    write(open_sinks(make_section(), tmp_path, resumed_step=5), {"step": 6, "reward": 0.9})
+    assert [(r["step"], r["reward"]) for r in read_records(tmp_path)][-2:] == [(5, 0.5), (6, 0.9)]
+
+
+def test_sink_by_import_path_gets_the_same_records_and_its_options(tmp_path):
+    Recorder.opened.clear()
+    section = make_section("test_metrics_sinks.Recorder", tag="a")
+    record = {"step": 3, "reward": 0.25, "diag/bottleneck": "balanced"}
+    write(open_sinks(section, tmp_path), record)
+    (sink,) = Recorder.opened
+    assert sink.records == [(3, record), "closed"] and sink.options == {"tag": "a"}
+    assert read_records(tmp_path) == [record]
+
+
+def test_failing_sink_is_a_warning_and_the_file_goes_on(tmp_path, caplog):
+    Recorder.opened.clear()
+    section = make_section("test_metrics_sinks.Recorder", "test_metrics_sinks.Missing", fails=True)
+    with caplog.at_level(logging.WARNING):
+        write(open_sinks(section, tmp_path), *({"step": i} for i in range(1, 6)))
+    assert [r["step"] for r in read_records(tmp_path)] == [1, 2, 3, 4, 5]
+    texts = [r.getMessage() for r in caplog.records]
+    assert len(texts) == 2 and "Missing is off: AttributeError" in texts[0]
+    assert texts[1] == "logger test_metrics_sinks.Recorder is off from step 2: OSError: no space"
+
+
+def test_unknown_sink_is_refused_with_the_allowed_ones(tmp_path):
+    assert problems(make_section("console", "tensorboard")) == []
+    (line,) = problems(make_section("tensorbord"))
+    assert line.startswith("logger.sinks: unknown sink 'tensorbord'; allowed: console, none, tensorboard, wandb, trackio")
+    with pytest.raises(ConfigError):
+        open_sinks(make_section("tensorbord"), tmp_path)
+
+
+def test_tensorboard_reads_back_what_was_written(tmp_path):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    records = [{"step": i, "reward": i / 8, "diag/bottleneck": "balanced"} for i in (1, 3, 5)]
+    write(open_sinks(make_section("tensorboard"), tmp_path), *records)
+    events = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
+    assert [(e.step, e.value) for e in events.Scalars("reward")] == [(1, 0.125), (3, 0.375), (5, 0.625)]
+    assert events.Tags()["scalars"] == ["reward"]
+
+
+def test_summary_holds_the_last_values_and_each_evaluation_before_and_after(tmp_path):
+    records = [
+        {"step": 0, "eval/heldout/reward": 0.5, "eval/heldout/version": 0},
+        {"step": 1, "reward": 0.25, "loss": 0.5, "rollout/failed_count": 2},
+        {"step": 2, "reward": 0.75, "loss": -0.25, "eval/heldout/reward": 0.875, "eval/heldout/version": 2},
+    ]
+    write(open_sinks(make_section(), tmp_path), *records)
+    summary = write_summary(tmp_path, "max_steps", model=str(tmp_path / "model"))
+    assert summary == read_summary(tmp_path) == {
+        "global_step": 2,
+        "exit_reason": "max_steps",
+        "training_loss": 0.125,
+        "eval": {
+            "heldout": {
+                "before": {"reward": 0.5, "version": 0, "step": 0},
+                "after": {"reward": 0.875, "version": 2, "step": 2},
+            }
+        },
+        "metrics": {
+            "eval/heldout/reward": 0.875, "eval/heldout/version": 2, "reward": 0.75, "loss": -0.25, "rollout/failed_count": 2,
+        },
+        "model": str(tmp_path / "model"),
+    }  # fmt: skip
+
+
+def test_run_without_records_has_an_empty_summary(tmp_path):
+    assert write_summary(tmp_path, "error")["global_step"] == 0 and read_records(tmp_path) == []
