@@ -233,5 +233,7 @@ def checked(advantages: Any, rewards: np.ndarray, source: str) -> np.ndarray:
         )
     scored = ~np.isnan(rewards)
     if not np.isfinite(values[scored]).all():
-        raise ContractError(f"advantage function {source} returned a non-finite value for a scored rollout: {values.tolist()}")
+        raise ContractError(
+            f"advantage function {source} returned a non-finite value for a scored rollout: {values.tolist()}"
+        )
     return np.where(scored, values, 0.0)

@@ -72,7 +72,9 @@ def test_levels_are_independent():
     # Around the batch mean 3, each group deviates by 2.
     found = normalise(rewards, mean_level="batch", std_level="group", eps=0, group_sizes=sizes)
     np.testing.assert_allclose(found, [-1, -1, 1, 1])
-    np.testing.assert_allclose(normalise(rewards, mean_level="batch", std_level=None, group_sizes=sizes), [-2, -2, 2, 2])
+    np.testing.assert_allclose(
+        normalise(rewards, mean_level="batch", std_level=None, group_sizes=sizes), [-2, -2, 2, 2]
+    )
     np.testing.assert_allclose(normalise(rewards, mean_level=None, std_level="batch", eps=0), rewards / 2)
     np.testing.assert_allclose(normalise(rewards, mean_level=None, std_level=None), rewards)
     uneven = normalise([1.0, 3.0, 0.0, 0.0, 6.0], mean_level="group", std_level=None, group_sizes=[2, 3])
@@ -175,7 +177,11 @@ def test_result_of_an_advantage_function_is_checked():
         ({"reward_scaling": 0.0}, config(), "advantage.reward_scaling must be finite and not 0, got 0.0"),
         ({"reward_bias": float("inf")}, config(), "advantage.reward_bias must be finite, got inf"),
         ({"overlong": Overlong(enabled=True)}, config(), "advantage.overlong.tokens must be set"),
-        ({"overlong": Overlong(enabled=True, tokens=65)}, config(limit=64), "advantage.overlong.tokens must be in [1, 64]"),
+        (
+            {"overlong": Overlong(enabled=True, tokens=65)},
+            config(limit=64),
+            "advantage.overlong.tokens must be in [1, 64]",
+        ),
         ({"std_level": "batch"}, config(), "advantage.std_level=batch is not available yet"),
         ({"token_norm": "batch"}, config(), "advantage.token_norm=batch is not available yet"),
     ],

@@ -72,7 +72,9 @@ class Hub:
             lines.append(f"data: package `datasets` is not installed; run: {INSTALL}")
         looks_like_path = self.path.startswith((".", "/", "~")) or Path(self.path).suffix in BUILDERS
         if not self._is_local() and (looks_like_path or not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", self.path)):
-            lines.append(f"data.path: {self.path} does not exist; give a data set of the Hub (owner/name), a file or a folder")
+            lines.append(
+                f"data.path: {self.path} does not exist; give a data set of the Hub (owner/name), a file or a folder"
+            )
         return lines
 
     def _load(self) -> Any:
@@ -156,7 +158,9 @@ def _load(path: str, name: str | None, split: str, streaming: bool, signature: i
         if builder is None:
             raise ConfigError(f"data.path: {path} has no known ending; allowed: {', '.join(BUILDERS)}")
         if split != "train":
-            raise ConfigError(f"data.split: {split} is not a split of {path}; allowed: train (a single file has no other)")
+            raise ConfigError(
+                f"data.split: {split} is not a split of {path}; allowed: train (a single file has no other)"
+            )
         return datasets.load_dataset(builder, data_files=str(local), split="train", streaming=streaming)
     if (local / "state.json").is_file() or (local / "dataset_dict.json").is_file():
         return _saved(local, path, split, streaming)
@@ -186,4 +190,6 @@ def _load_problem(path: str, name: str | None, split: str, error: Exception) -> 
     if names:
         return f"data.name: {name} is not a configuration of {path}; allowed: {names[1].replace(chr(39), '')}"
     first = text.strip().splitlines()[0] if text.strip() else ""
-    return f"data.path: {path} cannot be loaded: {type(error).__name__}: {first}; check the name, the network and HF_TOKEN"
+    return (
+        f"data.path: {path} cannot be loaded: {type(error).__name__}: {first}; check the name, the network and HF_TOKEN"
+    )

@@ -134,7 +134,9 @@ def _line_bounds(buffer: bytes) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     if buffer.startswith(BYTE_ORDER_MARK):
         starts[0] = len(BYTE_ORDER_MARK)
     # Only short lines can be blank; looking at them alone keeps the pass at array speed.
-    blank = np.array([e - s < 64 and not buffer[s:e].strip() for s, e in zip(starts.tolist(), ends.tolist(), strict=True)])
+    blank = np.array(
+        [e - s < 64 and not buffer[s:e].strip() for s, e in zip(starts.tolist(), ends.tolist(), strict=True)]
+    )
     keep = np.flatnonzero(~blank)
     return starts[keep], ends[keep], keep + 1
 

@@ -36,5 +36,7 @@ class NoData:
                 "column can choose between several"
             )
         if not config.run.max_steps or config.run.max_steps < 1:
-            lines.append("run.max_steps must be set (>= 1) without a data set, because there is no epoch that could end the run")
+            lines.append(
+                "run.max_steps must be set (>= 1) without a data set, because there is no epoch that could end the run"
+            )
         return lines

@@ -49,7 +49,9 @@ class ReasoningGym:
 
         if self.dataset not in DATASETS:
             near = difflib.get_close_matches(self.dataset, DATASETS, n=3) or sorted(DATASETS)[:3]
-            lines.append(f"data.dataset: {self.dataset} is not one of the {len(DATASETS)} tasks; nearest: {', '.join(near)}")
+            lines.append(
+                f"data.dataset: {self.dataset} is not one of the {len(DATASETS)} tasks; nearest: {', '.join(near)}"
+            )
             return lines
         try:
             self.generator()
@@ -71,7 +73,15 @@ class GymRows:
     def __init__(self, source: ReasoningGym):
         self._source, self._generator = source, source.generator()
         version = importlib.metadata.version("reasoning-gym")
-        facts = [source.dataset, dict(source.config), source.size, source.generator_seed, source.system, source.template, version]
+        facts = [
+            source.dataset,
+            dict(source.config),
+            source.size,
+            source.generator_seed,
+            source.system,
+            source.template,
+            version,
+        ]
         self.fingerprint = f"{len(self)}-{digest(json.dumps(facts, sort_keys=True, default=str).encode())}"
 
     def __len__(self) -> int:

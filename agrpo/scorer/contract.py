@@ -47,7 +47,9 @@ def keywords(request: Request) -> dict[str, list]:
 def checked(name: str, values: Any, n: int) -> list[float | None]:
     """The result of function `name` for `n` rollouts as floats and None, or ContractError naming it (REW-5)."""
     if not isinstance(values, list):
-        raise ContractError(f"reward function {name} must return a list of {n} numbers or None, got {type(values).__name__}")
+        raise ContractError(
+            f"reward function {name} must return a list of {n} numbers or None, got {type(values).__name__}"
+        )
     if len(values) != n:
         raise ContractError(f"reward function {name} must return {n} values, one per completion, got {len(values)}")
     return [_number(name, index, value) for index, value in enumerate(values)]

@@ -58,11 +58,15 @@ _SERVE = "reward models are not loaded; serve the model on its own and call it o
 def _parts(entry: Any) -> tuple[str, dict[str, Any]]:
     if isinstance(entry, Mapping):
         if not isinstance(entry.get(TARGET), str):
-            raise EntryError(f"scorer.functions: entry {dict(entry)!r} has no {TARGET}; write {{{TARGET}: pkg.mod.name, <arguments>}}")
+            raise EntryError(
+                f"scorer.functions: entry {dict(entry)!r} has no {TARGET}; write {{{TARGET}: pkg.mod.name, <arguments>}}"
+            )
         arguments = {str(k): v for k, v in entry.items() if k not in (TARGET, "_partial_")}
         return entry[TARGET], arguments
     if not isinstance(entry, str):
-        raise EntryError(f"scorer.functions: entry {entry!r} is {type(entry).__name__}; give an import path pkg.mod.name")
+        raise EntryError(
+            f"scorer.functions: entry {entry!r} is {type(entry).__name__}; give an import path pkg.mod.name"
+        )
     return entry, {}
 
 
@@ -172,5 +176,7 @@ def _signature_problems(
     if not any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
         refused = sorted(passed - {p.name for p in named})
         if refused:
-            lines.append(f"{shown} does not accept {', '.join(refused)}; every argument and column is passed, add **columns to it")
+            lines.append(
+                f"{shown} does not accept {', '.join(refused)}; every argument and column is passed, add **columns to it"
+            )
     return lines

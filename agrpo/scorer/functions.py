@@ -28,11 +28,15 @@ MAX_WORKERS = 64
 class Functions:
     """Reward functions called once per group; a rollout's reward is the sum of what they return."""
 
-    functions: Any = setting(factory=list, doc="import paths pkg.mod.name, or {_target_: pkg.mod.name, <arguments>}; one or a list")
+    functions: Any = setting(
+        factory=list, doc="import paths pkg.mod.name, or {_target_: pkg.mod.name, <arguments>}; one or a list"
+    )
     queue_size: int = setting(16, "finished groups that may wait for scoring before generation is held", ge=1)
     max_concurrent_groups: int = setting(8, "groups scored at the same time; 1 = strictly one after the other", ge=1)
     timeout: float | None = setting(60.0, "seconds one function may take for one group; null = no limit", gt=0)
-    on_error: str = setting("drop_group", "when a function raises or exceeds the limit", choices=("drop_group", "abort"))
+    on_error: str = setting(
+        "drop_group", "when a function raises or exceeds the limit", choices=("drop_group", "abort")
+    )
     executor: str = setting("process", "where synchronous functions run", choices=("thread", "process"))
     reward_range: list[float] | None = setting(None, "[lowest, highest] possible reward, for the saturation verdict")
 
@@ -103,7 +107,9 @@ class Functions:
 def _other_source(config: Any) -> bool:
     """An environment, a workflow or a loop of the user's own may give the reward (REW-1)."""
     rollout = config.rollout
-    return any([getattr(config.env, "factory", None), getattr(rollout, "workflow", None), getattr(rollout, "loop", None)])
+    return any(
+        [getattr(config.env, "factory", None), getattr(rollout, "workflow", None), getattr(rollout, "loop", None)]
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,7 +184,9 @@ class Live:
         if self._pool is not None:
             return await self._pool.call(self._in_processes.index(source), body, self._settings.timeout)
         try:
-            return await asyncio.wait_for(_in_thread(execute, source.name, source.function, request), self._settings.timeout)
+            return await asyncio.wait_for(
+                _in_thread(execute, source.name, source.function, request), self._settings.timeout
+            )
         except TimeoutError:
             raise self._too_slow(source, "its thread cannot be stopped, use scorer.executor=process") from None
 
@@ -191,11 +199,15 @@ class Live:
         except Exception as error:
             if limit.expired():
                 raise self._too_slow(source, "it was cancelled") from None
-            raise ScoreError("raised", f"reward function {source.name} raised {type(error).__name__}: {error}") from error
+            raise ScoreError(
+                "raised", f"reward function {source.name} raised {type(error).__name__}: {error}"
+            ) from error
         return checked(source.name, values, len(request.completions)), time.perf_counter() - started
 
     def _too_slow(self, source: Source, ending: str) -> ScoreError:
-        return ScoreError("timeout", f"reward function {source.name} exceeded scorer.timeout={self._settings.timeout:g} s; {ending}")
+        return ScoreError(
+            "timeout", f"reward function {source.name} exceeded scorer.timeout={self._settings.timeout:g} s; {ending}"
+        )
 
     def _raise_worst(self, outcomes: Sequence[Any]) -> None:
         """A broken contract ends the run even if another function only failed; anything unforeseen is not hidden."""

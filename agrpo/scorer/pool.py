@@ -163,7 +163,9 @@ class Pool:
                 text = f"reward function {name} exceeded scorer.timeout={timeout_s:g} s; its worker was killed and replaced"
                 raise ScoreError("timeout", text) from None
             if isinstance(error, WorkerDied):
-                raise ScoreError("died", f"the worker of reward function {name} died: {error}; it was replaced") from None
+                raise ScoreError(
+                    "died", f"the worker of reward function {name} died: {error}; it was replaced"
+                ) from None
             raise
         self._release(worker)
         return answer

@@ -67,7 +67,10 @@ ROW_FAULTS = [
     ([{"role": "user", "content": "a"}, {"content": "b"}], "prompt has no message with a role at position 1"),
     ([{"role": "user", "content": 7}], "prompt message 0 has content 7; it must be a string or a list of text blocks"),
     ([{"role": "user"}], "prompt message 0 has content null"),
-    ([{"role": "user", "content": [{"type": "image_url", "image_url": "x"}]}], "prompt message 0 contains image_url content"),
+    (
+        [{"role": "user", "content": [{"type": "image_url", "image_url": "x"}]}],
+        "prompt message 0 contains image_url content",
+    ),
     ([{"role": "user", "content": [{"type": "mystery"}]}], "only text blocks are allowed"),
 ]
 
@@ -146,7 +149,9 @@ def test_datasets_reads_files_folders_and_saved_sets(tmp_path):
     parquet = tmp_path / "one.parquet"
     datasets.Dataset.from_list(rows).to_parquet(str(parquet))
     saved = tmp_path / "saved"
-    datasets.DatasetDict({"train": datasets.Dataset.from_list(rows), "test": datasets.Dataset.from_list(rows[:2])}).save_to_disk(str(saved))
+    datasets.DatasetDict(
+        {"train": datasets.Dataset.from_list(rows), "test": datasets.Dataset.from_list(rows[:2])}
+    ).save_to_disk(str(saved))
     for other in (Hub(path=str(parquet)).open(), Hub(path=str(saved)).open()):
         assert len(other) == 7 and other.fingerprint == opened.fingerprint and other[3] == rows[3]
     assert len(Hub(path=str(saved), split="test").open()) == 2
@@ -168,14 +173,18 @@ def test_datasets_faults_are_one_line_each(tmp_path):
     ]
     assert "does not exist" in Hub(path="./nowhere").problems(make_config())[0]
     assert "does not exist" in Hub(path="nowhere.parquet").problems(make_config())[0]
-    assert "data.shuffle must be false" in Hub(path=str(folder), streaming=True, shuffle=True).problems(make_config())[0]
+    assert (
+        "data.shuffle must be false" in Hub(path=str(folder), streaming=True, shuffle=True).problems(make_config())[0]
+    )
     assert Hub(path="some-owner/some-data").problems(make_config()) == []  # looked at when it is opened
     text = write(tmp_path / "text.jsonl", [{"prompt": "2 + 2?"}, {"prompt": "3 + 3?"}])
     assert "row 0: prompt is a string" in Hub(path=text).problems(make_config())[0]
     other = write(tmp_path / "other.jsonl", [{"question": "2 + 2?"}])
     assert "has no column `prompt` (columns found: question)" in Hub(path=other).problems(make_config())[0]
     assert Hub(path=other).problems(make_config(factory="my.Env")) == []
-    image = write(tmp_path / "image.jsonl", [{"prompt": [{"role": "user", "content": [{"type": "image", "text": None}]}]}])
+    image = write(
+        tmp_path / "image.jsonl", [{"prompt": [{"role": "user", "content": [{"type": "image", "text": None}]}]}]
+    )
     assert "contains image content" in Hub(path=image).problems(make_config())[0]
 
 

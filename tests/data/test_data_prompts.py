@@ -104,12 +104,25 @@ def test_without_data_an_environment_and_a_last_step_are_required():
 
 @needs_gym
 def test_generated_problems_repeat_and_carry_their_answer():
-    source = ReasoningGym(dataset="chain_sum", config={"min_terms": 2, "max_terms": 2}, size=11, system="Be brief.", template="Q: {question} A:")
+    source = ReasoningGym(
+        dataset="chain_sum",
+        config={"min_terms": 2, "max_terms": 2},
+        size=11,
+        system="Be brief.",
+        template="Q: {question} A:",
+    )
     rows, again = source.open(), source.open()
-    assert len(rows) == 11 and rows.fingerprint == again.fingerprint and [rows[i] for i in range(11)] == [again[i] for i in range(11)]
+    assert (
+        len(rows) == 11
+        and rows.fingerprint == again.fingerprint
+        and [rows[i] for i in range(11)] == [again[i] for i in range(11)]
+    )
     row = rows[4]
     assert list(row) == source.columns()
-    assert row["prompt"] == [{"role": "system", "content": "Be brief."}, {"role": "user", "content": f"Q: {row['question']} A:"}]
+    assert row["prompt"] == [
+        {"role": "system", "content": "Be brief."},
+        {"role": "user", "content": f"Q: {row['question']} A:"},
+    ]
     expression = row["metadata"]["expression"]
     assert int(row["answer"]) == int(row["solution"]) == eval(expression)
     other = ReasoningGym(dataset="chain_sum", config={"min_terms": 2, "max_terms": 2}, size=11, generator_seed=1).open()
@@ -121,5 +134,7 @@ def test_generator_faults_are_one_line_each():
     assert "nearest: chain_sum" in ReasoningGym(dataset="chainsum").problems(None)[0]
     assert "chain_sum refuses" in ReasoningGym(dataset="chain_sum", config={"min_termz": 2}).problems(None)[0]
     assert "min_terms must be positive" in ReasoningGym(dataset="chain_sum", config={"min_terms": -1}).problems(None)[0]
-    assert "data.template must contain {question}" in ReasoningGym(dataset="chain_sum", template="hello").problems(None)[0]
+    assert (
+        "data.template must contain {question}" in ReasoningGym(dataset="chain_sum", template="hello").problems(None)[0]
+    )
     assert ReasoningGym(dataset="chain_sum").problems(None) == []

@@ -43,7 +43,13 @@ async def slow_async(completions, **columns):
 
 def returns(values, completions, **columns):
     """Whatever the configuration names."""
-    special = {"nan": float("nan"), "inf": float("inf"), "numpy": np.float32(0.5), "numpy_bool": np.bool_(True), "decimal": Decimal(1)}
+    special = {
+        "nan": float("nan"),
+        "inf": float("inf"),
+        "numpy": np.float32(0.5),
+        "numpy_bool": np.bool_(True),
+        "decimal": Decimal(1),
+    }
     if isinstance(values, str):
         return special["numpy"] if values == "not a list" else np.zeros(len(completions))
     return [special.get(v, v) if isinstance(v, str) else v for v in values]
@@ -104,11 +110,17 @@ def echo_check(prompts, completions, completion_ids, answer, environment, **colu
 
 
 def math_only(prompts, completions, task, **columns):
-    return [(1.0 if "5" in c[0]["content"] else -1.0) if t == "math" else None for c, t in zip(completions, task, strict=True)]
+    return [
+        (1.0 if "5" in c[0]["content"] else -1.0) if t == "math" else None
+        for c, t in zip(completions, task, strict=True)
+    ]
 
 
 def code_only(prompts, completions, task, **columns):
-    return [(1.0 if "def" in c[0]["content"] else -1.0) if t == "code" else None for c, t in zip(completions, task, strict=True)]
+    return [
+        (1.0 if "def" in c[0]["content"] else -1.0) if t == "code" else None
+        for c, t in zip(completions, task, strict=True)
+    ]
 
 
 def doc_format(completions, **kwargs):

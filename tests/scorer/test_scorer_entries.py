@@ -29,8 +29,17 @@ def test_names_follow_function_partial_and_class_with_suffixes():
         S + "token_count",
     ]
     resolved = Functions(functions=entries).resolve()
-    assert [name for name, _ in resolved] == ["token_count", "returns", "Threshold", "Threshold_2", "token_count_2", "token_count_3"]
-    assert [name for name, _ in Functions(functions=S + "token_count").resolve(taken=["token_count"])] == ["token_count_2"]
+    assert [name for name, _ in resolved] == [
+        "token_count",
+        "returns",
+        "Threshold",
+        "Threshold_2",
+        "token_count_2",
+        "token_count_3",
+    ]
+    assert [name for name, _ in Functions(functions=S + "token_count").resolve(taken=["token_count"])] == [
+        "token_count_2"
+    ]
     assert resolved[2][1](completion_ids=[[1, 2], [1, 2, 3]]) == [0.0, 1.0]
 
 

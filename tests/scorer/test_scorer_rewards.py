@@ -12,7 +12,9 @@ def answers(*texts):
 
 
 def test_length_example():
-    assert rewards.completion_length(completion_ids=[[6303, 13], [304, 279, 12884, 13]], prompts=[], completions=[]) == [2.0, 4.0]
+    assert rewards.completion_length(
+        completion_ids=[[6303, 13], [304, 279, 12884, 13]], prompts=[], completions=[]
+    ) == [2.0, 4.0]
 
 
 def test_format_example():
@@ -51,7 +53,9 @@ def test_accuracy_outside_the_main_thread():
     pytest.importorskip("math_verify")
     results = []
     thread = threading.Thread(
-        target=lambda: results.extend(rewards.accuracy_reward(completions=answers(r"\boxed{2}", "3"), solution=["2", "2"]))
+        target=lambda: results.extend(
+            rewards.accuracy_reward(completions=answers(r"\boxed{2}", "3"), solution=["2", "2"])
+        )
     )
     thread.start()
     thread.join()
@@ -63,7 +67,12 @@ def test_reasoning_gym_scores_its_own_tasks():
     from agrpo.data.reasoning_gym import ReasoningGym
 
     row = ReasoningGym(dataset="chain_sum", config={"min_terms": 2, "max_terms": 2}, size=5).open()[3]
-    texts = (f"<think>well</think> <answer>{row['answer']}</answer>", f"so \\boxed{{{row['answer']}}}", row["answer"], "x")
+    texts = (
+        f"<think>well</think> <answer>{row['answer']}</answer>",
+        f"so \\boxed{{{row['answer']}}}",
+        row["answer"],
+        "x",
+    )
     columns = {name: [row[name]] * 4 for name in ("question", "answer", "metadata")}
     values = rewards.reasoning_gym_reward(completions=answers(*texts), **columns)
     assert values[:3] == [1.0, 1.0, 1.0] and values[3] < 0.5
