@@ -11,7 +11,7 @@ from agrpo import __version__
 from agrpo.errors import AgrpoError, ConfigError
 
 if TYPE_CHECKING:
-    from agrpo.config.compose import Job
+    from agrpo.config.runner import Job
 
 app = typer.Typer(
     name="agrpo",
@@ -62,12 +62,12 @@ def train(
     cfg: Annotated[str | None, typer.Option(metavar="job|hydra|all", help="Print the configuration; start nothing.")] = None,
     resolve: Annotated[bool, typer.Option("--resolve", help="With --cfg: resolve interpolations.")] = False,
 ) -> None:
-    from agrpo.config import compose
+    from agrpo.config import runner
 
     if cfg not in (None, "job", "hydra", "all"):
         raise typer.BadParameter(f"--cfg must be job, hydra or all, got {cfg}")
-    request = compose.Request(list(overrides or []), dry_run, multirun, config_dir, cfg, resolve)
-    _leave_with(lambda: compose.run(request, start_job))
+    request = runner.Request(list(overrides or []), dry_run, multirun, config_dir, cfg, resolve)
+    _leave_with(lambda: runner.run(request, start_job))
 
 
 def start_job(job: Job) -> float | None:

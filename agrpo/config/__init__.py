@@ -1,6 +1,6 @@
 """The whole configuration of a run as one frozen object, and its way to disk and back.
 
-    agrpo train OVERRIDES -> compose (Hydra, compose.py) -> read -> check (rules.py) -> <run_dir>/config.yaml -> load
+    agrpo train OVERRIDES -> compose (Hydra, runner.py) -> read -> check (rules.py) -> <run_dir>/config.yaml -> load
 
 Every fault of a configuration is reported together, one line each, before any process starts (CLI-4).
 """
@@ -8,7 +8,7 @@ Every fault of a configuration is reported together, one line each, before any p
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -56,7 +56,7 @@ class Config:
 
 def compose(overrides: list[str], config_dir: str | None = None) -> dict[str, Any]:
     """The composed configuration as plain values, unchecked, as `agrpo train OVERRIDES` would see it."""
-    from agrpo.config.compose import compose_tree
+    from agrpo.config.runner import compose_tree
 
     return compose_tree(overrides, config_dir)
 
@@ -93,8 +93,13 @@ def _read_as_null(name: str, node: Any) -> Any:
     return node
 
 
-def check(tree: Mapping[str, Any], devices: Devices) -> tuple[Config, list[str]]:
-    """The configuration of `tree` and its warnings. Raises ConfigError with every violation that needs no server."""
+def check(
+    tree: Mapping[str, Any], devices: Devices, more: Callable[[Config], list[str]] = lambda config: []
+) -> tuple[Config, list[str]]:
+    """The configuration of `tree` and its warnings. Raises ConfigError with every violation that needs no server.
+
+    `more` adds the checks of a layer above this one.
+    """
     from agrpo.config import rules
 
     parts, problems = _read_parts(tree)
@@ -104,7 +109,7 @@ def check(tree: Mapping[str, Any], devices: Devices) -> tuple[Config, list[str]]
         # Rules between keys need a complete configuration; the parts that could be read are checked by themselves.
         raise ConfigError(list(dict.fromkeys(problems + rules.problems_of_parts(parts, devices))))
     config = Config(**parts, devices=devices)
-    problems = rules.problems(config)
+    problems = rules.problems(config) + more(config)
     if problems:
         raise ConfigError(problems)
     return config, rules.warnings(config)

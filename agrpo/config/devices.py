@@ -8,6 +8,7 @@ import subprocess
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +36,27 @@ class Devices:
     @property
     def kind(self) -> str:
         return "gpu" if self.gpus else "cpu"
+
+
+    def split(self, run: Any, server_wants_gpu: bool) -> dict[str, list[int]]:
+        """Indices for trainer and server, disjoint: `run.devices`, else the first half to a server that wants GPUs.
+
+        Four GPUs give {"server": [0, 1], "trainer": [2, 3]}, or all four to the trainer where the server is elsewhere.
+        """
+        if run.devices is not None:
+            return {"trainer": list(run.devices.get("trainer", [])), "server": list(run.devices.get("server", []))}
+        everything = list(range(len(self.gpus)))
+        num_trainer = len(everything)
+        if server_wants_gpu and len(everything) > 1:
+            num_trainer -= len(everything) // 2
+        if run.num_processes is not None:
+            num_trainer = min(run.num_processes, len(everything))
+        first = len(everything) - num_trainer
+        return {"trainer": everything[first:], "server": everything[:first] if server_wants_gpu else []}
+
+    def visible_ids(self, indices: list[int]) -> str:
+        """The value of CUDA_VISIBLE_DEVICES that leaves these devices."""
+        return ",".join(self.gpus[i].visible_id for i in indices)
 
 
 # Two GPUs of 80 GiB: what a plan made on a machine without GPU assumes.

@@ -117,7 +117,9 @@ def _rollout(config: Config) -> Iterator[str]:
         name = getattr(rollout, key)
         if name is not None and not re.fullmatch(r"[\w.-]+", name):
             yield f"rollout.{key} must be a plain folder name (letters, digits, - _ .), got {name!r}"
-    unused = {"loop": None, "workflow": None, "accept_fn": None, "dump_to_file": False}
+    if rollout.accept_fn:
+        yield from _importable("rollout.accept_fn", rollout.accept_fn)
+    unused = {"loop": None, "workflow": None, "dump_to_file": False}
     for key, neutral in unused.items():
         if getattr(rollout, key) != neutral:
             yield f"rollout.{key} is not used by this version; leave it {'false' if neutral is False else 'null'}"

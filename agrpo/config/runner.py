@@ -8,21 +8,28 @@ names all that do not exist), so that every fault of a command line is reported 
 from __future__ import annotations
 
 import contextlib
-import difflib
 import os
 import sys
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from agrpo.config import choices
 from agrpo.config.devices import ASSUMED, Devices, detect
 from agrpo.errors import ConfigError
 
 ROOT = "train"
 # CFG-sync: the one default that depends on the machine; conf/train.yaml reads it from this variable.
 SYNC_VARIABLE, DEFAULT_SYNC = "AGRPO_DEFAULT_SYNC", {"gpu": "nccl", "cpu": "gloo"}
+
+
+class _Left(BaseException):
+    """Carries a job's error past Hydra, which would print it in its own words."""
+
+    def __init__(self, error: Exception):
+        self.error = error
 
 
 class NeedsAssumedDevices(Exception):
@@ -53,12 +60,6 @@ class Job:
     number: int | None  # position in a sweep
 
 
-def conf_dir() -> Path:
-    """The folder of shipped YAML: beside the package in a checkout, inside it in an installed wheel."""
-    package = Path(__file__).resolve().parents[1]
-    return package / "conf" if (package / "conf").is_dir() else package.parent / "conf"
-
-
 def run(request: Request, start: Callable[[Job], float | None]) -> None:
     """Compose each job of the request and hand it to `start`. Raises ConfigError for what Hydra refuses."""
     overrides, problems = _prepare(request.overrides, request.config_dir)
@@ -84,10 +85,13 @@ def _run_hydra(request: Request, overrides: list[str], start: Callable, devices:
     arguments += ["--resolve"] if request.resolve else []
     # Full errors make Hydra raise instead of printing and exiting; DEFAULT_SYNC is read by conf/train.yaml.
     variables = {"HYDRA_FULL_ERROR": "1", SYNC_VARIABLE: DEFAULT_SYNC[devices.kind]}
-    task = _Task(start, devices, request.dry_run, request.multirun, time.time())
+    task = _Task(start, devices, request.dry_run, request.multirun, time.time(), os.getpid())
+    _register_resolver()
     with _replaced(arguments, variables):
         try:
-            hydra.main(version_base="1.3", config_path=str(conf_dir()), config_name=ROOT)(task)()
+            hydra.main(version_base="1.3", config_path=str(choices.conf_dir()), config_name=ROOT)(task)()
+        except _Left as left:
+            raise left.error from None
         except (HydraException, OmegaConfBaseException) as error:
             raise ConfigError(_one_line(error)) from error
         except OSError:
@@ -96,6 +100,8 @@ def _run_hydra(request: Request, overrides: list[str], start: Callable, devices:
             if faults:
                 raise ConfigError(faults) from None
             raise
+    if task.failures:
+        raise task.failures[0]
 
 
 @dataclass(frozen=True)
@@ -107,24 +113,29 @@ class _Task:
     dry_run: bool
     multirun: bool
     begun_at: float
+    pid: int
+    failures: list[Exception] = field(default_factory=list)
 
     def __call__(self, composed: Any) -> float | None:
         from hydra.core.hydra_config import HydraConfig
-        from omegaconf import OmegaConf
 
         hydra = HydraConfig.get()
         folder = Path(hydra.runtime.output_dir)
-        tree = OmegaConf.to_container(composed, resolve=True, throw_on_missing=False)
-        if isinstance(tree.get("run"), dict):
-            tree["run"]["output_dir"] = str(folder)
-        if isinstance(tree.get("rollout"), dict):
-            recipe = hydra.runtime.choices.get("recipe") or "default"
-            tree["rollout"]["experiment_name"] = tree["rollout"].get("experiment_name") or recipe
-            tree["rollout"]["trial_name"] = tree["rollout"].get("trial_name") or folder.name
         number = hydra.job.num if self.multirun else None
         shown = _shown(list(hydra.overrides.task))
         try:
+            tree = _plain_tree(composed)
+            _fill_in(tree, folder, hydra.runtime.choices.get("recipe") or "default")
             return self.start(Job(tree, shown, self.devices, self.dry_run, self.multirun, number))
+        except Exception as error:
+            if os.getpid() != self.pid:
+                raise  # the launcher runs jobs elsewhere and reports them itself
+            if not self.multirun:
+                raise _Left(error) from None
+            if not hydra.sweeper._target_.endswith("BasicSweeper"):
+                raise  # a sweeper that learns from results has to know
+            self.failures.append(error)  # later jobs still run (CLI-7)
+            return None
         finally:
             _remove_if_unused(folder, self.begun_at)
 
@@ -134,7 +145,6 @@ def compose_tree(overrides: list[str], config_dir: str | None = None) -> dict[st
     from hydra import compose, initialize_config_dir
     from hydra.core.global_hydra import GlobalHydra
     from hydra.errors import HydraException
-    from omegaconf import OmegaConf
     from omegaconf.errors import OmegaConfBaseException
 
     overrides, problems = _prepare(overrides, config_dir)
@@ -144,22 +154,45 @@ def compose_tree(overrides: list[str], config_dir: str | None = None) -> dict[st
     outer = GlobalHydra.instance().hydra
     GlobalHydra.instance().clear()
     try:
-        with initialize_config_dir(str(conf_dir()), version_base="1.3"):
+        with initialize_config_dir(str(choices.conf_dir()), version_base="1.3"):
             composed = compose(ROOT, overrides + path)
-        return OmegaConf.to_container(composed, resolve=True, throw_on_missing=False)
+        return _plain_tree(composed)
     except (HydraException, OmegaConfBaseException) as error:
         raise ConfigError(_one_line(error)) from error
     finally:
         GlobalHydra.instance().hydra = outer
 
 
-def options(group: str, config_dir: str | None = None) -> list[str]:
-    """The names that `group=NAME` accepts."""
-    return sorted({p.stem for folder in _folders(config_dir) for p in (folder / group).glob("*.yaml")})
+def _plain_tree(composed: Any) -> dict[str, Any]:
+    """The composed configuration as plain values, interpolations resolved. Raises ConfigError for one that fails."""
+    from omegaconf import OmegaConf
+    from omegaconf.errors import OmegaConfBaseException
+
+    _register_resolver()
+    try:
+        return OmegaConf.to_container(composed, resolve=True, throw_on_missing=False)
+    except OmegaConfBaseException as error:
+        raise ConfigError(_one_line(error)) from error
 
 
-def _folders(config_dir: str | None) -> list[Path]:
-    return [conf_dir()] + ([Path(config_dir)] if config_dir else [])
+def _register_resolver() -> None:
+    """`${agrpo.recipe:quickstart/model}` is the path of a file that ships with a recipe."""
+    from omegaconf import OmegaConf
+
+    import agrpo.recipes
+
+    OmegaConf.register_new_resolver(
+        "agrpo.recipe", lambda path: str(Path(next(iter(agrpo.recipes.__path__))) / path), replace=True
+    )
+
+
+def _fill_in(tree: dict[str, Any], folder: Path, recipe: str) -> None:
+    """The values that only a composed job knows: its folder, and names made from it."""
+    if isinstance(tree.get("run"), dict):
+        tree["run"]["output_dir"] = str(folder)
+    if isinstance(tree.get("rollout"), dict):
+        tree["rollout"]["experiment_name"] = tree["rollout"].get("experiment_name") or recipe
+        tree["rollout"]["trial_name"] = tree["rollout"].get("trial_name") or folder.name
 
 
 def _prepare(overrides: list[str], config_dir: str | None) -> tuple[list[str], list[str]]:
@@ -170,7 +203,7 @@ def _prepare(overrides: list[str], config_dir: str | None) -> tuple[list[str], l
     if config_dir and not Path(config_dir).is_dir():
         raise ConfigError(f"--config-dir {config_dir} is not a folder")
     parser, prepared, problems = OverridesParser.create(), [], []
-    groups = {p.name for folder in _folders(config_dir) for p in folder.iterdir() if p.is_dir()}
+    groups = choices.groups(config_dir)
     # A search path of the user's may hold options that are not visible here.
     open_ended = any(o.startswith("hydra.searchpath") for o in overrides)
     for text in overrides:
@@ -181,7 +214,7 @@ def _prepare(overrides: list[str], config_dir: str | None) -> tuple[list[str], l
             continue
         key = override.key_or_group
         if key in groups and not override.is_delete():
-            faults = [] if open_ended else _choice_faults(override, key, config_dir)
+            faults = [] if open_ended else choices.faults(key, _chosen(override), config_dir)
             problems += faults
             prepared += [] if faults else [_as_choice(text, key)]
         elif override.is_delete() or override.package is not None or "/" in key or key.split(".")[0] == "hydra":
@@ -196,21 +229,12 @@ def _as_choice(text: str, group: str) -> str:
     return "+" * (group == "recipe") + text.lstrip("+")
 
 
-def _choice_faults(override: Any, group: str, config_dir: str | None) -> Iterator[str] | list[str]:
+def _chosen(override: Any) -> list[str]:
+    """The option names an override chooses: one, a list, or those of a sweep."""
     value = override.value()
     if override.is_sweep_override():
-        names = [str(v) for v in value.list] if hasattr(value, "list") else []
-    else:
-        names = [str(v) for v in value] if isinstance(value, list) else [str(value)]
-    known = options(group, config_dir)
-    faults = []
-    for name in names:
-        if name in known or isinstance(value, dict) or "/" in name:
-            continue
-        near = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
-        meant = f"; did you mean {group}={near[0]}?" if near else ""
-        faults.append(f"{group}={name} does not exist{meant} (options: {', '.join(known)})")
-    return faults
+        return [str(v) for v in getattr(value, "list", [])]
+    return [str(v) for v in value] if isinstance(value, list) else [str(value)]
 
 
 def _faults_of_rest(request: Request, overrides: list[str]) -> list[str]:

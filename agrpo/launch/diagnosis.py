@@ -1,0 +1,70 @@
+"""Why a run ended: which process, how, its own words, the last sign of life of each process, the last lines of its log."""
+
+from __future__ import annotations
+
+import signal
+import time
+
+from agrpo.errors import AgrpoError, ConfigError, ContractError, ServerError, StallError
+from agrpo.launch.processes import Child
+
+ERRORS = {error.exit_code: error for error in (ConfigError, ServerError, ContractError, StallError)}
+
+
+def died(child: Child, children: list[Child]) -> AgrpoError:
+    """The error for a process that ended when it should not have; its exit code is that of the run (CLI-11)."""
+    record = child.exit_record()
+    code = child.code
+    ended = f"was killed by {_signal_name(-code)}" if code < 0 else f"ended with exit code {code}"
+    reason = f": {record['reason']}" if record and code >= 0 and record.get("reason") else ""
+    error = ERRORS.get(code, ServerError if child.name == "server" else AgrpoError)
+    return error(_paragraph(f"{child.name} {ended}{reason}", child, children))
+
+
+def silent(child: Child, seconds: float, limit: float, key: str, children: list[Child]) -> StallError:
+    """The error for a process that shows no progress; `key` is what sets the limit (ARCH-6, ARCH-9)."""
+    beat = child.beat()
+    phase = f" (it was: {beat['phase']})" if beat else " (it never showed one)"
+    head = f"{child.name} gave no sign of life for {seconds:.0f} s{phase}; the limit is {key}={limit:g}"
+    return StallError(_paragraph(head, child, children))
+
+
+def not_healthy(child: Child | None, urls: tuple[str, ...], limit: float, answer: str, children: list[Child]) -> ServerError:
+    """The error for a server that does not become healthy in time (SRV-2)."""
+    head = f"the server at {', '.join(urls)} is not healthy after {limit:g} s ({answer}); raise server.timeout to wait longer"
+    return ServerError(_paragraph(head, child, children) if child else head)
+
+
+def cause(dead: list[Child]) -> Child:
+    """Which of several dead processes came first: one killed from outside, else the first that left its reason.
+
+    A process that loses its peer ends by itself soon after, so a kill without a record precedes every record.
+    """
+
+    def order(child: Child) -> tuple[int, float]:
+        path = child.run_dir / "state" / f"{child.name}.exit.json"
+        return (0, 0.0) if not path.exists() else (1, path.stat().st_mtime)
+
+    return min(dead, key=order)
+
+
+def _paragraph(head: str, child: Child, children: list[Child]) -> str:
+    lines = [head + ".", "Last signs of life: " + "; ".join(_sign(c) for c in children) + "."]
+    tail = child.last_lines()
+    lines.append(f"Last lines of {child.log_path}:" if tail else f"{child.log_path} is empty.")
+    return "\n".join(lines + [f"  {line}" for line in tail])
+
+
+def _sign(child: Child) -> str:
+    beat = child.beat()
+    state = "" if child.code is None else " (ended)"
+    if beat is None:
+        return f"{child.name}{state} none, started {time.time() - child.started_at:.0f} s ago"
+    return f"{child.name}{state} {beat['phase']!r} {max(0.0, time.time() - beat['time']):.1f} s ago"
+
+
+def _signal_name(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"

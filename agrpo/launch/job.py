@@ -1,0 +1,93 @@
+"""One job of the command line: check it, then show its plan or run it."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from agrpo.config import Config
+from agrpo.config import check as check_config
+from agrpo.config.devices import ASSUMED, Devices, detect
+from agrpo.config.runner import NeedsAssumedDevices
+from agrpo.errors import AgrpoError, ConfigError
+from agrpo.launch.plan import resolved
+from agrpo.metrics import sinks
+
+if TYPE_CHECKING:
+    from agrpo.config.runner import Job
+
+
+def start(job: Job) -> float | None:
+    """Plan or run one job. Returns the value of `run.objective`, which a sweeper minimises or maximises."""
+    if job.dry_run:
+        _preview(job)
+        return None
+    from agrpo.launch.supervisor import supervise
+
+    config, warnings = check(job.tree, job.devices)
+    config = resolved(config)
+    if job.number is not None:
+        print(f"job {job.number}: {' '.join(job.overrides)}", file=sys.stderr)
+    try:
+        supervise(config, warnings, job.overrides)
+    except AgrpoError as error:
+        if job.number is not None:
+            # The sweep goes on; its end reports only the first failure.
+            print(f"job {job.number} failed: {error}", file=sys.stderr)
+        raise
+    return _objective(config)
+
+
+def check(tree: dict[str, Any], devices: Devices) -> tuple[Config, list[str]]:
+    """Every check that needs no server, the logger's included."""
+    return check_config(tree, devices, more=lambda config: sinks.problems(config.logger))
+
+
+def _preview(job: Job) -> None:
+    from agrpo.launch.preview import preview
+
+    if job.devices:
+        config, warnings = check(job.tree, job.devices)
+        warnings = warnings + (_missing_here(job, config.devices) if job.devices.assumed else [])
+    else:
+        try:
+            config, warnings = check(job.tree, job.devices)
+        except ConfigError as error:
+            if _same_faults(job, error.problems):
+                raise
+            raise NeedsAssumedDevices from error
+    print(preview(resolved(config), warnings))
+
+
+def _same_faults(job: Job, problems: list[str]) -> bool:
+    """Whether a machine with GPUs would have every one of these faults too."""
+    try:
+        check(job.tree, ASSUMED)
+    except ConfigError as error:
+        return set(problems) <= set(error.problems)
+    return False
+
+
+def _missing_here(job: Job, assumed: Devices) -> list[str]:
+    """What keeps this job from running on this machine: the faults that the assumed machine does not have."""
+    lines = [f"planned for {len(assumed)} GPUs of {assumed.gpus[0].memory_mib // 1024} GiB: this machine has none"]
+    try:
+        check(job.tree, detect())
+    except ConfigError as error:
+        lines += error.problems
+    return lines
+
+
+def _objective(config: Config) -> float | None:
+    name = config.run.objective
+    if name is None:
+        return None
+    path = Path(config.run.output_dir) / "metrics.jsonl"
+    records = [json.loads(line) for line in path.read_text().splitlines()]
+    values = [record[name] for record in records if name in record]
+    if not values:
+        names = sorted({key for record in records for key in record})
+        raise AgrpoError(f"run.objective: no metric {name} was logged; logged: {', '.join(names)}")
+    return float(values[-1])

@@ -1,0 +1,149 @@
+"""The processes of a run: how one is started, what is known of it, how its whole group is ended."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import agrpo
+from agrpo.launch import leash
+
+
+@dataclass(frozen=True, slots=True)
+class Launch:
+    """One process to start: its command line and the variables added to the environment."""
+
+    name: str
+    argv: list[str]
+    environment: dict[str, str]
+    devices: str = "cpu"  # in words, for the plan
+
+
+@dataclass(slots=True)
+class Child:
+    """A started process, in a process group of its own, with its log and its signs of life in the run folder."""
+
+    name: str
+    popen: subprocess.Popen
+    run_dir: Path
+    started_at: float = field(default_factory=time.time)
+
+    @property
+    def code(self) -> int | None:
+        """Exit code, negative for a signal, None while it runs."""
+        return self.popen.poll()
+
+    @property
+    def log_path(self) -> Path:
+        return self.run_dir / "logs" / f"{self.name}.log"
+
+    def beat(self) -> dict[str, Any] | None:
+        """The last sign of life, None before the first."""
+        return _read_json(self.run_dir / "state" / f"{self.name}.alive.json")
+
+    def exit_record(self) -> dict[str, Any] | None:
+        """Code and reason the process left as it ended by itself, None if it could not."""
+        return _read_json(self.run_dir / "state" / f"{self.name}.exit.json")
+
+    def signal(self, number: int) -> None:
+        """To the process alone: what it started is its own to end."""
+        with contextlib.suppress(ProcessLookupError):
+            self.popen.send_signal(number)
+
+    def signal_group(self, number: int) -> None:
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(self.popen.pid, number)
+
+    def last_lines(self, num_lines: int = 15) -> list[str]:
+        try:
+            with self.log_path.open("rb") as log:
+                log.seek(max(0, log.seek(0, os.SEEK_END) - 16384))
+                return log.read().decode(errors="replace").splitlines()[-num_lines:]
+        except OSError:
+            return []
+
+
+def spawn(launch: Launch, run_dir: Path) -> Child:
+    """Start one process. To be called from the main thread: a child's parent-death signal follows the thread."""
+    log_path = run_dir / "logs" / f"{launch.name}.log"
+    log_path.parent.mkdir(parents=True, exist_ok=True)
+    environment = {**_environment(), **launch.environment}
+    with log_path.open("ab") as log:
+        popen = subprocess.Popen(
+            launch.argv,
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            env={k: v for k, v in environment.items() if v is not None},
+            start_new_session=True,
+        )
+    return Child(launch.name, popen, run_dir)
+
+
+def leashed(argv: list[str]) -> list[str]:
+    """The command under a process that ends its whole group when the supervisor dies."""
+    return [sys.executable, "-I", "-S", leash.__file__, *argv]
+
+
+def _environment() -> dict[str, str]:
+    """This process's environment, with agrpo and the current folder importable in every child."""
+    environment = dict(os.environ)
+    for name in ("HYDRA_FULL_ERROR", "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+        environment.pop(name, None)
+    paths = [environment.get("PYTHONPATH", ""), str(Path(agrpo.__file__).parents[1]), os.getcwd()]
+    environment["PYTHONPATH"] = os.pathsep.join(dict.fromkeys(p for p in paths if p))
+    environment["PYTHONUNBUFFERED"] = "1"
+    environment["TOKENIZERS_PARALLELISM"] = "false"
+    return environment
+
+
+def wait_all(children: list[Child], seconds: float) -> bool:
+    """Wait until all have ended, at most `seconds`; whether they did."""
+    deadline = time.monotonic() + seconds
+    while any(child.code is None for child in children):
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.05)
+    return True
+
+
+def stop(children: list[Child], grace_s: float) -> None:
+    """SIGTERM, `grace_s` seconds, then SIGKILL to whatever is left of the groups."""
+    for child in children:
+        child.signal_group(signal.SIGTERM)
+    wait_all(children, grace_s)
+    kill(children)
+
+
+def kill(children: list[Child]) -> None:
+    for child in children:
+        child.signal_group(signal.SIGKILL)
+    wait_all(children, 5.0)
+
+
+def free_ports(count: int) -> list[int]:
+    """Ports of the loopback interface that nobody listens on, all different."""
+    sockets = [socket.socket() for _ in range(count)]
+    try:
+        for s in sockets:
+            s.bind(("127.0.0.1", 0))
+        return [s.getsockname()[1] for s in sockets]
+    finally:
+        for s in sockets:
+            s.close()
+
+
+def _read_json(path: Path) -> dict[str, Any] | None:
+    try:
+        return json.loads(path.read_text())
+    except (OSError, ValueError):
+        return None

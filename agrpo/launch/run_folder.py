@@ -1,0 +1,65 @@
+"""The run folder before the first process starts: configuration, versions, empty state, and a lock on it."""
+
+from __future__ import annotations
+
+import fcntl
+import importlib.metadata
+import json
+import platform
+import secrets
+import time
+from pathlib import Path
+from typing import IO
+
+import agrpo
+from agrpo.config import Config, save
+from agrpo.errors import ConfigError
+from agrpo.launch.plan import Ports, server_urls
+from agrpo.lifecycle import Runtime, write_atomic
+
+PACKAGES = ("torch", "transformers", "vllm", "hydra-core", "numpy", "aiohttp")
+
+
+def prepare(config: Config, overrides: list[str], ports: Ports) -> IO[str]:
+    """Write everything that the processes read at start (CLI-10). The lock is held until the returned file is closed."""
+    run_dir = Path(config.run.output_dir)
+    state = run_dir / "state"
+    state.mkdir(parents=True, exist_ok=True)
+    lock = _lock(run_dir)
+    for left_over in (*state.glob("*.alive.json"), *state.glob("*.exit.json"), *state.glob(".*")):
+        left_over.unlink()
+    save(config, run_dir, overrides)
+    write_atomic(run_dir / "versions.json", json.dumps({**_versions(), "overrides": _public(overrides)}, indent=1) + "\n")
+    runtime = Runtime(
+        server_urls=server_urls(config, ports),
+        wire_host="127.0.0.1",
+        wire_port=ports.wire,
+        wire_key=secrets.token_hex(32),
+        run_id=f"{time.strftime('%Y%m%d%H%M%S')}-{secrets.token_hex(3)}",
+    )
+    runtime.save(run_dir)
+    return lock
+
+
+def _lock(run_dir: Path) -> IO[str]:
+    lock = (run_dir / "state" / "lock").open("w")
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        lock.close()
+        raise ConfigError(f"run.output_dir: another run is active in {run_dir}; stop it, or choose another folder") from None
+    return lock
+
+
+def _versions() -> dict[str, str | None]:
+    versions: dict[str, str | None] = {"agrpo": agrpo.__version__, "python": platform.python_version()}
+    for package in PACKAGES:
+        try:
+            versions[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            versions[package] = None
+    return versions
+
+
+def _public(overrides: list[str]) -> list[str]:
+    return [o for o in overrides if "hub.token" not in o]

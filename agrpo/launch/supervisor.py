@@ -1,0 +1,301 @@
+"""The supervisor of one run, start to end.
+
+    server -> healthy -> trainer ranks and rollout -> steps -> trainers end -> rollout ends -> server stops
+
+Every process is watched from its start. The first one that dies, or goes silent beyond its limit, ends the run: the
+others are stopped in order, within 15 s unless a trainer is writing a checkpoint, and the cause is named. SIGINT or
+SIGTERM asks the trainers to finish their step and save; a second one kills everything at once (CLI-13).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import signal
+import threading
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from agrpo.config import Config
+from agrpo.launch import diagnosis, plan, run_folder
+from agrpo.launch.processes import Child, kill, leashed, spawn, stop, wait_all
+from agrpo.metrics.console import Console
+
+STARTUP_S = 300.0  # a process may import and load for so long before its first sign of life (ARCH-6)
+TRAINER_GRACE_S = 8.0  # for the step in progress, after a failure
+SAVING_GRACE_S = 600.0  # for a checkpoint that is being written
+ROLLOUT_GRACE_S = 15.0  # for in-flight requests and environments at a normal end (ARCH-10)
+SERVER_GRACE_S = 3.0
+
+
+class Interrupted(KeyboardInterrupt):
+    """The run ended because a signal asked it to; a sweep ends with it."""
+
+    def __init__(self, number: int):
+        super().__init__(f"interrupted by {signal.Signals(number).name}")
+        self.exit_code = 128 + number
+
+
+def supervise(
+    config: Config, warnings: list[str], overrides: list[str], make_processes: Callable = plan.processes
+) -> dict[str, Any]:
+    """Run everything and return the summary. Raises the error that ended the run, with its exit code."""
+    ports = plan.Ports.free()
+    run_dir = Path(config.run.output_dir)
+    processes = make_processes(config, run_dir, ports)
+    with run_folder.prepare(config, overrides, ports), _console(config, run_dir) as console:
+        for line in warnings:
+            console.note(f"warning: {line}")
+        supervisor = Supervisor(config, run_dir, processes, plan.server_urls(config, ports), console)
+        with supervisor.signals():
+            try:
+                supervisor.start()
+                supervisor.watch()
+                summary = supervisor.finish()
+            except BaseException:
+                console.close()
+                supervisor.stop_all()
+                raise
+        console.finish(summary, supervisor.written())
+        if supervisor.signal is not None:
+            raise Interrupted(supervisor.signal)
+        return summary
+
+
+def _console(config: Config, run_dir: Path) -> Console:
+    shows_steps = config.logger.sinks.get("console", False)
+    return Console(run_dir, max_steps=config.run.max_steps, live=config.logger.progress_bar, shows_steps=shows_steps)
+
+
+class Supervisor:
+    """The processes of one run and what is known of them."""
+
+    def __init__(
+        self, config: Config, run_dir: Path, processes: plan.Processes, urls: tuple[str, ...], console: Console
+    ):
+        self.config, self.run_dir, self.processes, self.console = config, run_dir, processes, console
+        self.urls = urls  # of the server
+        self.server: Child | None = None
+        self.rollout: Child | None = None
+        self.trainers: list[Child] = []
+        self.signal: int | None = None  # the first signal received
+        self._num_signals = 0
+        self._asked = False  # whether the trainers know of the signal
+        self._metrics = MetricsTail(run_dir / "metrics.jsonl")
+
+    @property
+    def children(self) -> list[Child]:
+        return [c for c in (self.server, self.rollout, *self.trainers) if c is not None]
+
+    # start
+
+    def start(self) -> None:
+        launch = self.processes.server
+        if launch is not None:
+            self.console.phase("server", f"starting on {launch.devices}, log: {self.run_dir}/logs/server.log")
+            self.server = spawn(dataclasses.replace(launch, argv=leashed(launch.argv)), self.run_dir)
+        self._await_server()
+        for launch in self.processes.trainers:
+            self.console.phase(launch.name, f"starting on {launch.devices}")
+            self.trainers.append(spawn(launch, self.run_dir))
+        self.console.phase("rollout", "starting")
+        self.rollout = spawn(self.processes.rollout, self.run_dir)
+
+    def _await_server(self) -> None:
+        """Poll /health until it answers, at most `server.timeout` seconds (SRV-2), with a line of progress now and then."""
+        urls = self.urls
+        began, told_at, answer = time.monotonic(), time.monotonic(), "no answer"
+        for url in urls:
+            while (answer := health(url)) != "healthy":
+                self._raise_if_dead()
+                self._raise_if_signalled()
+                waited = time.monotonic() - began
+                if waited > self.config.server.timeout:
+                    raise diagnosis.not_healthy(self.server, urls, self.config.server.timeout, answer, self.children)
+                if time.monotonic() - told_at > 5:
+                    told_at = time.monotonic()
+                    beat = self.server.beat() if self.server else None
+                    self.console.phase("server", f"{beat['phase'] if beat else answer} ({waited:.0f} s)")
+                time.sleep(0.2)
+        self.console.phase("server", f"healthy after {time.monotonic() - began:.0f} s at {', '.join(urls)}")
+
+    # watch
+
+    def watch(self) -> None:
+        """Return when every trainer rank ended well."""
+        phases: dict[str, str] = {}
+        while any(t.code is None for t in self.trainers):
+            self._raise_if_dead()
+            self._raise_if_silent()
+            self._forward_signal()
+            self._tell_phases(phases)
+            for record in self._metrics.new_records():
+                self.console.step(record)
+            time.sleep(0.1)
+        self._raise_if_dead()
+        for record in self._metrics.new_records():
+            self.console.step(record)
+
+    def _tell_phases(self, told: dict[str, str]) -> None:
+        """Start-up progress: each new phase of a process, until the first step is logged."""
+        if self._metrics.num_records:
+            return
+        for child in self.children:
+            phase = (child.beat() or {}).get("phase")
+            if phase and told.get(child.name) != phase:
+                told[child.name] = phase
+                self.console.phase(child.name, phase)
+
+    def _raise_if_dead(self) -> None:
+        dead = [child for child in self.children if not self._ended_well(child)]
+        if dead:
+            # A kill tears down its peers within moments; let records of the same event arrive before judging.
+            time.sleep(0.2)
+            dead = [child for child in self.children if not self._ended_well(child)]
+            raise diagnosis.died(diagnosis.cause(dead), self.children)
+
+    def _ended_well(self, child: Child) -> bool:
+        """Running, or ended as it may: a trainer by itself or because it was asked, the rollout after its work."""
+        code = child.code
+        if code is None:
+            return True
+        if self.signal is not None and child is not self.server and code in (-signal.SIGTERM, 130, 143):
+            return True
+        return code == 0 and child is not self.server
+
+    def _raise_if_silent(self) -> None:
+        limits = [(t, self.config.run.collective_timeout, "run.collective_timeout") for t in self.trainers]
+        if self.rollout is not None and (self.rollout.beat() or {}).get("phase") != "waiting for the trainer":
+            limits.append((self.rollout, self.config.rollout.worker_timeout, "rollout.worker_timeout"))
+        for child, limit, key in limits:
+            if child.code is not None:
+                continue
+            beat = child.beat()
+            since = beat["time"] if beat else child.started_at
+            allowed = limit if beat and beat["phase"] != "starting" else max(limit, STARTUP_S)
+            if time.time() - since > allowed:
+                raise diagnosis.silent(child, time.time() - since, allowed, key, self.children)
+
+    # signals
+
+    def signals(self) -> Any:
+        return _Handlers(self._on_signal)
+
+    def _on_signal(self, number: int, frame: Any) -> None:
+        self._num_signals += 1
+        if self._num_signals == 1:
+            self.signal = number
+        else:
+            kill(self.children)
+            raise Interrupted(number)
+
+    def _raise_if_signalled(self) -> None:
+        if self.signal is not None:
+            raise Interrupted(self.signal)
+
+    def _forward_signal(self) -> None:
+        """The first signal, once: trainers finish their step, save and end; everything else follows from that."""
+        if self.signal is None or self._asked:
+            return
+        self._asked = True
+        self.console.phase("stop", "finishing the step and saving; press Ctrl-C again to stop at once without saving")
+        for trainer in self.trainers:
+            trainer.signal(signal.SIGTERM)
+
+    # end
+
+    def finish(self) -> dict[str, Any]:
+        """The normal end: the trainer has told the rollout to finish; give it time, then stop the server."""
+        if not wait_all([self.rollout], ROLLOUT_GRACE_S):
+            stop([self.rollout], 5.0)
+        stop([c for c in (self.rollout, *self.trainers) if c is not None], 0.0)  # what they may have left in their groups
+        if self.server is not None:
+            stop([self.server], SERVER_GRACE_S)
+        path = self.run_dir / "summary.json"
+        return json.loads(path.read_text()) if path.exists() else {}
+
+    def stop_all(self) -> None:
+        """After a failure: the rollout ends now, trainers may save, the server goes last."""
+        for child in self.children:
+            if child in self.trainers or child is self.rollout:
+                child.signal(signal.SIGTERM)
+        self._await_trainers()
+        kill(self.trainers)
+        if self.rollout is not None:
+            stop([self.rollout], 1.0)
+        if self.server is not None:
+            stop([self.server], SERVER_GRACE_S)
+
+    def _await_trainers(self) -> None:
+        """A few seconds for the step; as long as it takes, within reason, for a checkpoint that is being written."""
+        began = time.monotonic()
+        while any(t.code is None for t in self.trainers):
+            phases = [(t.beat() or {}).get("phase", "") for t in self.trainers if t.code is None]
+            grace = SAVING_GRACE_S if any(p.startswith("saving") for p in phases) else TRAINER_GRACE_S
+            if time.monotonic() - began > grace:
+                return
+            time.sleep(0.1)
+
+    def written(self) -> dict[str, Path]:
+        """What the user will look for, by name."""
+        names = {
+            "model": "model",
+            "summary": "summary.json",
+            "metrics": "metrics.jsonl",
+            "checkpoints": "checkpoints",
+            "configuration": "config.yaml",
+            "logs": "logs",
+        }
+        return {label: self.run_dir / name for label, name in names.items() if (self.run_dir / name).exists()}
+
+
+class MetricsTail:
+    """New complete lines of a growing JSONL file; what an earlier attempt of the run wrote is skipped."""
+
+    def __init__(self, path: Path):
+        self._path, self.num_records = path, 0
+        self._position = path.stat().st_size if path.exists() else 0
+
+    def new_records(self) -> list[dict[str, Any]]:
+        if not self._path.exists():
+            return []
+        if self._path.stat().st_size < self._position:
+            self._position = 0  # a resume cut the file back
+        with self._path.open("rb") as file:
+            file.seek(self._position)
+            lines = file.read().splitlines(keepends=True)
+        complete = [line for line in lines if line.endswith(b"\n")]
+        self._position += sum(map(len, complete))
+        self.num_records += len(complete)
+        return [json.loads(line) for line in complete]
+
+
+class _Handlers:
+    """SIGINT and SIGTERM go to `handler` within the block; elsewhere than in the main thread they cannot."""
+
+    def __init__(self, handler: Any):
+        self._handler, self._before = handler, {}
+
+    def __enter__(self) -> None:
+        if threading.current_thread() is threading.main_thread():
+            for number in (signal.SIGINT, signal.SIGTERM):
+                self._before[number] = signal.signal(number, self._handler)
+
+    def __exit__(self, *exc: object) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+
+def health(url: str) -> str:
+    """`healthy`, or why not, in a few words."""
+    try:
+        with urllib.request.urlopen(f"{url}/health", timeout=5) as answer:
+            return "healthy" if answer.status == 200 else f"HTTP {answer.status}"
+    except urllib.error.HTTPError as error:
+        return f"HTTP {error.code}"
+    except (OSError, ValueError) as error:
+        return f"no answer: {getattr(error, 'reason', error)}"
