@@ -11,7 +11,7 @@ import collections
 from dataclasses import dataclass
 
 RAISE_BELOW, LOWER_ABOVE = 0.6, 0.8  # KV-cache usage
-RAISE, LOWER = 1.25, 0.7
+RAISE, LOWER = (5, 4), (7, 10)  # as fractions: the float 0.7 * 170 is below 119
 
 
 @dataclass(slots=True)
@@ -56,10 +56,10 @@ class Cap:
             self._skip_next_poll = paused
             return False
         if usage > LOWER_ABOVE and not self._draining:
-            self._change(max(1, int(LOWER * self.value)))
+            self._change(max(1, self.value * LOWER[0] // LOWER[1]))
             self._draining = self.num_in_flight > self.value
         elif usage < RAISE_BELOW and num_waiting == 0 and self._num_completed >= self.value and self._may_raise():
-            self._change(min(max(self.value + 1, int(RAISE * self.value)), self.maximum))
+            self._change(min(max(self.value + 1, self.value * RAISE[0] // RAISE[1]), self.maximum))
         return True
 
     def _may_raise(self) -> bool:
