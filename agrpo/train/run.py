@@ -50,6 +50,7 @@ class TrainRun:
         self.sinks: list[Any] = []
         self.progress = Progress()
         self._window_steps = 0  # steps since the last record
+        self._epoch = 0  # complete passes at the last look
         signal.signal(signal.SIGTERM, self._ask_to_stop)
         signal.signal(signal.SIGINT, self._ask_to_stop)
 
@@ -143,6 +144,8 @@ class TrainRun:
         while True:
             work = self.ranks.share(self._next_works() if self.ranks.is_first else None)
             if work.kind == "end":
+                if self._window_steps:
+                    self._write_record(self.progress.step)
                 return
             if work.kind == "idle":
                 self.life.beat("waiting for samples", step=self.progress.step)
@@ -186,7 +189,7 @@ class TrainRun:
             return self.progress.step >= run.max_steps
         if self.num_rows is None:
             return False
-        return self.feeder.num_resolved >= math.ceil(run.num_train_epochs * self.num_rows) and self._window_steps == 0
+        return self.feeder.num_resolved >= math.ceil(run.num_train_epochs * self.num_rows)
 
     def _check_trainable(self) -> None:
         """RUN-7: a whole epoch without a group to train can never give a step."""
@@ -209,15 +212,9 @@ class TrainRun:
         trainer.window.add("perf/step_s", now - self._step_ended_at)
         self._step_ended_at = now
         self._window_steps += 1
-        logger, max_steps = self.config.logger, self.config.run.max_steps
-        is_last = max_steps is not None and step_index >= max_steps
-        is_first = logger.logging_first_step and step_index == 1
-        if step_index % logger.logging_steps == 0 or is_last or is_first or self.stop_requested_anywhere():
+        logger = self.config.logger
+        if step_index % logger.logging_steps == 0 or (logger.logging_first_step and step_index == 1):
             self._write_record(step_index)
-
-    def stop_requested_anywhere(self) -> bool:
-        """Records are collective, so all ranks decide alike: rank 0's wish counts."""
-        return bool(self.ranks.tell(int(self.stop_requested)))
 
     def _write_record(self, step_index: int) -> None:
         trainer, steps = self.trainer, self._window_steps
@@ -249,14 +246,12 @@ class TrainRun:
         section = self.config.checkpoint
         if section.strategy == "steps":
             return step_index % section.save_steps == 0
-        if section.strategy == "epoch" and self.num_rows_everywhere():
-            epoch = self.ranks.tell(self.feeder.num_resolved // self.num_rows if self.ranks.is_first else 0)
-            is_new, self._saved_epoch = epoch > getattr(self, "_saved_epoch", 0), epoch
+        if section.strategy == "epoch":
+            is_known = self.ranks.is_first and self.num_rows
+            epoch = self.ranks.tell(self.feeder.num_resolved // self.num_rows if is_known else 0)
+            is_new, self._epoch = epoch > self._epoch, epoch
             return is_new
         return False
-
-    def num_rows_everywhere(self) -> int:
-        return self.ranks.tell(self.num_rows or 0 if self.ranks.is_first else 0)
 
     def save(self) -> None:
         self.life.beat("saving a checkpoint", step=self.progress.step)

@@ -1,0 +1,27 @@
+"""`python -m tests.bench [NAME...]`: run benchmarks, print one JSON line per bar, exit 1 if one is missed.
+
+Each is a ratio measured in the same run, or a figure with its limit: {"bar", "value", "unit", "limit", "ok"}.
+"""
+
+import importlib
+import json
+import sys
+
+NAMES = ("help", "dry_run", "planner", "tree_step", "rollout", "overlap")
+
+
+def main(names: list[str]) -> int:
+    unknown = sorted(set(names) - set(NAMES))
+    if unknown:
+        print(f"unknown benchmark: {', '.join(unknown)}; known: {', '.join(NAMES)}", file=sys.stderr)
+        return 2
+    is_ok = True
+    for name in names or NAMES:
+        for bar in importlib.import_module(f"tests.bench.{name}").run():
+            print(json.dumps(bar), flush=True)
+            is_ok &= bool(bar["ok"])
+    return 0 if is_ok else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

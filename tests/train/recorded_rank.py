@@ -1,0 +1,52 @@
+"""One trainer rank over a recorded stream of samples: `python -m tests.train.recorded_rank MODEL STREAM` prints its losses.
+
+Every step trains one group of the stream, whatever the number of ranks, so that runs with other numbers can be compared.
+"""
+
+import json
+import os
+import sys
+from pathlib import Path
+
+from agrpo import wire
+from agrpo.loss.score_centering import ScoreCentering
+from agrpo.metrics.window import Window
+from agrpo.model.load import load_model
+from agrpo.model.optim import Updater
+from agrpo.model.shard import open_mesh, shard
+from agrpo.packer.cost import Cost
+from agrpo.packer.tree import Tree
+from agrpo.sections import Model, Optimizer
+from agrpo.train.loop import Trainer
+from agrpo.train.ranks import Ranks, divide
+
+BUDGET = 512
+
+
+def main(model_path: str, stream: str) -> None:
+    ranks = Ranks(use_cpu=True, timeout_s=60)
+    section = Model(path=model_path, precision="no")
+    model = load_model(section, ranks.device)
+    shard(model, section, open_mesh(section, ranks.device))
+    updater = Updater(model, Optimizer(learning_rate=1e-3), None)
+    trainer = Trainer(ranks, model, updater, ScoreCentering(), None, None, 1.0, 1, 1)
+    planner = Tree().planner(ranks.world_size, BUDGET, Cost.of_config(model.config), 1)
+    records = []
+    for group in wire.frames(Path(stream).read_bytes()):
+        works = None
+        if ranks.is_first:
+            planner.rebuild(group.samples)
+            works = divide(planner.flush(), "step")
+        trainer.step(ranks.share(works))
+        window = Window()
+        trainer.figures.record(window, 1)
+        norm = trainer.window.record(0)["grad_norm"]
+        records.append({**window.record(len(records) + 1), "grad_norm": norm})
+    if ranks.is_first:
+        print(json.dumps(records))
+    ranks.close()
+
+
+if __name__ == "__main__":
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    main(*sys.argv[1:])
