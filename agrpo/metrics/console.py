@@ -180,7 +180,7 @@ class Console:
         table = Table(box=None, padding=(0, 1), header_style="dim", pad_edge=False)
         for heading in ("step", *(name + (f" {unit}" if unit else "") for _, name, unit, _ in COLUMNS), "bottleneck"):
             table.add_column(heading, justify="left" if heading == "bottleneck" else "right", no_wrap=True)
-        for record in self._records[-SHOWN_STEPS:]:
+        for record in _by_step(self._records)[-SHOWN_STEPS:]:
             cells = [written(record[key]) if record.get(key) is not None else "-" for key, _, _, written in COLUMNS]
             table.add_row(str(record["step"]), *cells, str(record.get("diag/bottleneck", "")))
         return table
@@ -202,6 +202,15 @@ class Console:
         if not self.max_steps or not durations:
             return None
         return max(self.max_steps - self._records[-1]["step"], 0) * sum(durations) / len(durations)
+
+
+def _by_step(records: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """One row per trained step: records of one step are joined, those without a column to show are left out."""
+    rows: dict[int, Mapping[str, Any]] = {}
+    for record in records:
+        if any(record.get(key) is not None for key, *_ in COLUMNS):
+            rows[record["step"]] = {**rows.get(record["step"], {}), **record}
+    return list(rows.values())
 
 
 def evaluation_line(name: str, points: Mapping[str, Mapping[str, Any]]) -> str:

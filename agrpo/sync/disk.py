@@ -36,8 +36,12 @@ class Disk:
     def open(self, server: ServerControl, run_dir: Path, device: Any, rank: int, world_size: int) -> Session:
         """The sender of this trainer rank; writes nothing before the first sync."""
         return Session(
-            server, FolderTransport(server, Path(run_dir)) if rank == 0 else None, world_size=world_size,
-            cache=self.cache, bucket_mb=self.bucket_mb, verify_every=self.verify_every,
+            server,
+            FolderTransport(server, Path(run_dir)) if rank == 0 else None,
+            world_size=world_size,
+            cache=self.cache,
+            bucket_mb=self.bucket_mb,
+            verify_every=self.verify_every,
         )
 
 

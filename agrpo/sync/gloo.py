@@ -41,7 +41,11 @@ class Gloo:
 
             transport = CollectiveTransport(server, gloo_group, "cpu", self.bucket_mb * MIB)
         return Session(
-            server, transport, world_size=world_size, cache=self.cache, bucket_mb=self.bucket_mb,
+            server,
+            transport,
+            world_size=world_size,
+            cache=self.cache,
+            bucket_mb=self.bucket_mb,
             verify_every=self.verify_every,
         )
 

@@ -43,7 +43,11 @@ class Nccl:
 
             transport = CollectiveTransport(server, nccl_group, device, self.bucket_mb * MIB)
         return Session(
-            server, transport, world_size=world_size, cache=self.cache, bucket_mb=self.bucket_mb,
+            server,
+            transport,
+            world_size=world_size,
+            cache=self.cache,
+            bucket_mb=self.bucket_mb,
             verify_every=self.verify_every,
         )
 

@@ -51,7 +51,14 @@ def test_step_line_reads_as_promised():
 
 
 def test_numbers_are_short():
-    assert [short_number(v) for v in (0, 37.4, 999, 4812, 123_456, 1_234_567)] == ["0", "37", "999", "4.8k", "123k", "1.2M"]
+    assert [short_number(v) for v in (0, 37.4, 999, 4812, 123_456, 1_234_567)] == [
+        "0",
+        "37",
+        "999",
+        "4.8k",
+        "123k",
+        "1.2M",
+    ]
     assert [clock(s) for s in (0, 59.9, 75, 3675)] == ["0:00", "0:59", "1:15", "1:01:15"]
 
 
@@ -85,7 +92,7 @@ def test_live_view_shows_phases_and_then_the_steps_in_80_columns(tmp_path):
     console.phase("server", "loading model")
     console.phase("trainer0", "sending the first weights")
     assert [line.split()[0] for line in rendered(console).splitlines()] == ["server", "trainer0"]
-    for record in make_records(12):
+    for record in [*make_records(12), {"step": 12, "eval/heldout/reward": 0.94, "eval/heldout/version": 12.0}]:
         console.step(record)
     text = rendered(console)
     assert max(map(len, text.splitlines())) <= 80
@@ -102,7 +109,9 @@ def test_live_view_ends_without_a_trace_of_control_characters_in_the_records(tmp
     with console:
         for record in make_records(12):
             console.step(record)
-        console.finish(summarize(make_records(12), "max_steps"), {"model": "/runs/a/model", "metrics": "/runs/a/metrics.jsonl"})
+        console.finish(
+            summarize(make_records(12), "max_steps"), {"model": "/runs/a/model", "metrics": "/runs/a/metrics.jsonl"}
+        )
     text = file.getvalue()
     assert text.rstrip().splitlines()[-2:] == ["model    /runs/a/model", "metrics  /runs/a/metrics.jsonl"]
     saved = (tmp_path / "curve.txt").read_text()

@@ -45,7 +45,11 @@ def write(sinks, *records):
 
 
 def test_file_holds_one_object_per_record_with_null_for_what_is_not_finite(tmp_path):
-    write(open_sinks(make_section(), tmp_path), {"step": 1, "reward": 0.5, "tools/failure_frequency": math.nan}, {"step": 2})
+    write(
+        open_sinks(make_section(), tmp_path),
+        {"step": 1, "reward": 0.5, "tools/failure_frequency": math.nan},
+        {"step": 2},
+    )
     lines = (tmp_path / "metrics.jsonl").read_text().splitlines()
     assert [json.loads(line) for line in lines] == [
         {"step": 1, "reward": 0.5, "tools/failure_frequency": None},
@@ -86,7 +90,9 @@ def test_failing_sink_is_a_warning_and_the_file_goes_on(tmp_path, caplog):
 def test_unknown_sink_is_refused_with_the_allowed_ones(tmp_path):
     assert problems(make_section("console", "tensorboard")) == []
     (line,) = problems(make_section("tensorbord"))
-    assert line.startswith("logger.sinks: unknown sink 'tensorbord'; allowed: console, none, tensorboard, wandb, trackio")
+    assert line.startswith(
+        "logger.sinks: unknown sink 'tensorbord'; allowed: console, none, tensorboard, wandb, trackio"
+    )
     with pytest.raises(ConfigError):
         open_sinks(make_section("tensorbord"), tmp_path)
 
@@ -109,21 +115,29 @@ def test_summary_holds_the_last_values_and_each_evaluation_before_and_after(tmp_
     ]
     write(open_sinks(make_section(), tmp_path), *records)
     summary = write_summary(tmp_path, "max_steps", model=str(tmp_path / "model"))
-    assert summary == read_summary(tmp_path) == {
-        "global_step": 2,
-        "exit_reason": "max_steps",
-        "training_loss": 0.125,
-        "eval": {
-            "heldout": {
-                "before": {"reward": 0.5, "version": 0, "step": 0},
-                "after": {"reward": 0.875, "version": 2, "step": 2},
-            }
-        },
-        "metrics": {
-            "eval/heldout/reward": 0.875, "eval/heldout/version": 2, "reward": 0.75, "loss": -0.25, "rollout/failed_count": 2,
-        },
-        "model": str(tmp_path / "model"),
-    }  # fmt: skip
+    assert (
+        summary
+        == read_summary(tmp_path)
+        == {
+            "global_step": 2,
+            "exit_reason": "max_steps",
+            "training_loss": 0.125,
+            "eval": {
+                "heldout": {
+                    "before": {"reward": 0.5, "version": 0, "step": 0},
+                    "after": {"reward": 0.875, "version": 2, "step": 2},
+                }
+            },
+            "metrics": {
+                "eval/heldout/reward": 0.875,
+                "eval/heldout/version": 2,
+                "reward": 0.75,
+                "loss": -0.25,
+                "rollout/failed_count": 2,
+            },
+            "model": str(tmp_path / "model"),
+        }
+    )
 
 
 def test_run_without_records_has_an_empty_summary(tmp_path):

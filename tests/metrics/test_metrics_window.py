@@ -55,9 +55,17 @@ def test_record_empties_the_window_and_keeps_the_order_of_the_table():
 def test_windows_of_two_processes_merge_to_the_window_of_one():
     one, other, together = Window(), Window(), Window()
     for i, (name, value, weight) in enumerate(
-        [("reward", 2.0, 3), ("reward", 1.0, 5), ("entropy", 0.5, 7), ("entropy", 3.5, 1), ("sampling/masked_mean", 2, 11),
-         ("completions/max_length", 3, 1), ("completions/max_length", 5, 1), ("rollout/failed_count", 2, 1)]
-    ):  # fmt: skip
+        [
+            ("reward", 2.0, 3),
+            ("reward", 1.0, 5),
+            ("entropy", 0.5, 7),
+            ("entropy", 3.5, 1),
+            ("sampling/masked_mean", 2, 11),
+            ("completions/max_length", 3, 1),
+            ("completions/max_length", 5, 1),
+            ("rollout/failed_count", 2, 1),
+        ]
+    ):
         (one if i % 2 else other).add(name, value, weight)
         together.add(name, value, weight)
     one.merge(json.loads(json.dumps(other.to_wire())))
@@ -96,8 +104,13 @@ def test_undeclared_names_follow_their_last_word_and_are_refused_where_strict():
         for name in ("mine/hit_count", "mine/max_depth", "mine/min_depth", "max/depth", "counter"):
             window.add(name, value)
     assert window.record(1) == {
-        "step": 1, "counter": 4, "max/depth": 4, "mine/hit_count": 8, "mine/max_depth": 5, "mine/min_depth": 3,
-    }  # fmt: skip
+        "step": 1,
+        "counter": 4,
+        "max/depth": 4,
+        "mine/hit_count": 8,
+        "mine/max_depth": 5,
+        "mine/min_depth": 3,
+    }
     assert undeclared(["step", "reward", "mine/hit_count", "eval/heldout/reward"]) == ["mine/hit_count"]
     with pytest.raises(ValueError, match="mine/hit_count is not declared"):
         Window(strict=True).add("mine/hit_count", 1)
@@ -113,7 +126,12 @@ def test_table_is_complete_and_well_formed():
 
 @pytest.mark.parametrize(
     ("wait_s", "backpressure_s", "bottleneck"),
-    [(0.11, 0.0, "generation-bound"), (0.0, 0.5, "trainer-bound"), (0.3, 0.5, "window-bound"), (0.09, 0.08, "balanced")],
+    [
+        (0.11, 0.0, "generation-bound"),
+        (0.0, 0.5, "trainer-bound"),
+        (0.3, 0.5, "window-bound"),
+        (0.09, 0.08, "balanced"),
+    ],
 )
 def test_bottleneck_is_read_from_waits_of_a_tenth_of_the_step(wait_s, backpressure_s, bottleneck):
     window = Window()
@@ -139,9 +157,13 @@ def test_bottleneck_is_read_from_waits_of_a_tenth_of_the_step(wait_s, backpressu
 def test_concurrency_limit_is_named(concurrency, cap, usage, wait_s, backpressure_s, limit):
     window = Window()
     for name, value in (
-        ("perf/step_s", 1.0), ("perf/rollout_wait_s", wait_s), ("rollout/backpressure_s", backpressure_s),
-        ("rollout/concurrency", concurrency), ("rollout/concurrency_cap", cap), ("rollout/vllm_kv_cache_usage_frac", usage),
-    ):  # fmt: skip
+        ("perf/step_s", 1.0),
+        ("perf/rollout_wait_s", wait_s),
+        ("rollout/backpressure_s", backpressure_s),
+        ("rollout/concurrency", concurrency),
+        ("rollout/concurrency_cap", cap),
+        ("rollout/vllm_kv_cache_usage_frac", usage),
+    ):
         window.add(name, value)
     assert verdicts(window, 1, 64)["diag/concurrency_limit"] == limit
 

@@ -72,7 +72,9 @@ def test_wrong_weights_are_read_as_partly_arrived(server, tmp_path):
 def test_raw_logprobs_are_read_as_shifted(server, tmp_path):
     send(server, tmp_path, make_table(1), 1)
     shifted = scorer_of(make_table(1))
-    with pytest.raises(ServerError, match="difference 0.75 nats over 65 values.*all values are shifted alike, by .0.75"):
+    with pytest.raises(
+        ServerError, match="difference 0.75 nats over 65 values.*all values are shifted alike, by .0.75"
+    ):
         make_proof(server).check(lambda t, i: shifted(t, i) + 0.75, 1)
 
 
