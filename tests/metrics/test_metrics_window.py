@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import json
 import math
+import re
+from pathlib import Path
 
 import pytest
 
+import agrpo
 from agrpo.metrics.diagnose import verdicts
 from agrpo.metrics.names import REDUCTIONS, declared, metrics, reduction_of, table_markdown, undeclared
 from agrpo.metrics.window import Window
@@ -170,3 +173,16 @@ def test_concurrency_limit_is_named(concurrency, cap, usage, wait_s, backpressur
 
 def test_window_without_a_step_has_no_verdict():
     assert verdicts(Window(), 1, 64) == {}
+
+
+def test_every_name_the_code_measures_is_declared():
+    source = Path(agrpo.__file__).parent
+    found = {
+        (path.name, re.sub(r"\{[^}]*\}", "x", name))
+        for path in source.rglob("*.py")
+        for name in re.findall(r'(?:window|metrics|_window)\.add\(\s*f?"([^"]+)"', path.read_text())
+    }
+    # `completions/mean_{kind}length` has an empty or a worded kind; evaluations name their own figures.
+    names = {(file, name.replace("_xlength", "_length")) for file, name in found if name != "eval/x/x"}
+    assert len(names) > 50
+    assert [(file, name) for file, name in sorted(names) if declared(name) is None] == []
