@@ -51,14 +51,14 @@ def text_answer(answer: dict) -> dict:
 
 
 class Stub:
-    """The server's state: bodies to give, faults still to commit, requests seen."""
+    """The server's state: bodies to give, faults still to commit (the last one for ever if it ends in !), requests seen."""
 
     def __init__(self, tokens: int, heads: int, bodies: int, token_endpoint: bool, mask: int):
         answers = [token_answer(tokens, heads, seed, mask=mask) for seed in range(bodies)]
         self.bodies = [json.dumps(a).encode() for a in answers]
         self.texts = [json.dumps(text_answer(a)).encode() for a in answers]
         self.token_endpoint, self.faults, self.seen, self.metrics = token_endpoint, [], [], None
-        self.num_requests, self.delay_s = 0, 0.0
+        self.num_requests, self.num_in_flight, self.max_in_flight, self.delay_s = 0, 0, 0, 0.0
 
     def app(self) -> web.Application:
         app = web.Application(client_max_size=1 << 26)
@@ -86,16 +86,27 @@ class Stub:
         return web.Response()
 
     async def report(self, _: web.Request) -> web.Response:
-        return web.json_response({"num_requests": self.num_requests, "seen": self.seen})
+        names = ("num_requests", "max_in_flight", "seen")
+        return web.json_response({name: getattr(self, name) for name in names})
 
     async def generate(self, request: web.Request) -> web.StreamResponse:
+        self.num_in_flight += 1
+        self.max_in_flight = max(self.max_in_flight, self.num_in_flight)
+        try:
+            return await self.answer(request)
+        finally:
+            self.num_in_flight -= 1
+
+    async def answer(self, request: web.Request) -> web.StreamResponse:
         self.num_requests += 1
         body = await request.read()
         if len(self.seen) < 100:
             self.seen.append(json.loads(body))
         bodies = self.bodies if request.path.startswith("/inference") else self.texts
         answer = bodies[self.num_requests % len(bodies)]
-        fault = self.faults.pop(0) if self.faults else None
+        fault = self.faults[0].rstrip("!") if self.faults else None
+        if self.faults and not self.faults[0].endswith("!"):
+            self.faults.pop(0)
         if self.delay_s:
             await asyncio.sleep(self.delay_s)
         if fault is None:
@@ -149,7 +160,7 @@ def control(url: str, **changes: object) -> None:
 
 
 def report(url: str) -> dict:
-    """Number of sampling requests and the first hundred bodies."""
+    """Number of sampling requests, most at the same time, and the first hundred bodies."""
     with urllib.request.urlopen(url + "/stub", timeout=10) as answer:
         return json.load(answer)
 

@@ -72,7 +72,7 @@ class Loop:
         self._tasks: set[asyncio.Task[None]] = set()
         self._broken: asyncio.Future[None] | None = None
         self._changed = asyncio.Event()
-        self._num_evaluating, self._num_skipped = 0, 0
+        self._num_evaluating, self._num_skipped, self._phase = 0, 0, "starting to generate"
         self._reported_at = self._progress_at = time.monotonic()
 
     async def run(self) -> None:
@@ -149,7 +149,7 @@ class Loop:
         while not condition():
             self._changed.clear()
             if self.admission.num_open_groups == 0 and not self._num_evaluating:
-                self._beat("waiting for the trainer")
+                self._mark("waiting for the trainer")
             # Not wait_for: on Python 3.11 it loses a cancellation that arrives together with the event.
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(1.0):
@@ -215,12 +215,20 @@ class Loop:
         return scored
 
     def _progress(self, phase: str) -> None:
-        self._beat(phase)
+        self._mark(phase)
         self._changed.set()
 
-    def _beat(self, phase: str) -> None:
-        self._progress_at = time.monotonic()
-        self._life.beat(phase, in_flight=len(self._slots.in_flight), open_groups=self.admission.num_open_groups)
+    def _mark(self, phase: str) -> None:
+        self._phase, self._progress_at = phase, time.monotonic()
+        self._beat()
+
+    def _beat(self) -> None:
+        self._life.beat(
+            self._phase,
+            in_flight=len(self._slots.in_flight),
+            open_groups=self.admission.num_open_groups,
+            without_progress_s=round(time.monotonic() - self._progress_at, 1),
+        )
 
     async def _send_metrics(self) -> None:
         now = time.monotonic()
@@ -238,10 +246,15 @@ class Loop:
             await self._send_metrics()
 
     async def _watch_progress(self) -> None:
-        """No finished turn, scored group or permitted wait for `rollout.progress_timeout` seconds ends the run (ARCH-8)."""
+        """No finished turn, scored group or permitted wait for `rollout.progress_timeout` seconds ends the run (ARCH-8).
+
+        The beat here says that this event loop still turns, which is what `rollout.worker_timeout` asks (ARCH-6): one
+        turn may well take longer than that.
+        """
         limit = self._settings.progress_timeout or float("inf")
         while True:
             await asyncio.sleep(min(1.0, limit / 4))
+            self._beat()
             silent = time.monotonic() - self._progress_at
             if silent > limit:
                 raise StallError(

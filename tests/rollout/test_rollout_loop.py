@@ -1,0 +1,393 @@
+"""The producing loop with its real parts: a server process, the wire's two ends, the real advantage; rewards are scripted."""
+
+import asyncio
+import dataclasses
+import secrets
+import time
+
+import numpy as np
+import pytest
+
+from agrpo import wire
+from agrpo.advantage import Grouped
+from agrpo.env.conversation import Player
+from agrpo.errors import ContractError, ServerError, StallError
+from agrpo.eval import Evaluation
+from agrpo.lifecycle import Life
+from agrpo.metrics.window import Window
+from agrpo.rollout.concurrency import Cap, Places
+from agrpo.rollout.failures import Failures
+from agrpo.rollout.judge import Judge
+from agrpo.rollout.loop import Loop, Policy
+from agrpo.rollout.play import Slots
+from agrpo.rollout.server_watch import ServerWatch
+from agrpo.sampler.vllm import Vllm
+from agrpo.sections import Rollout as Settings
+from agrpo.types import Prompt, ReadyGroup
+from tests.stub_server import control, report, stub_server
+
+KEY, G, TOKENS, PROMPT_TOKENS = secrets.token_hex(16), 3, 7, 5
+RAW = PROMPT_TOKENS + TOKENS
+
+
+@pytest.fixture(scope="module")
+def server():
+    with stub_server(tokens=TOKENS, heads=2, bodies=11) as url:
+        yield url
+
+
+@pytest.fixture
+def url(server):
+    control(server, faults=[], delay_s=0.0, num_requests=0, max_in_flight=0, seen=[], metrics=None)
+    yield server
+    control(server, faults=[])
+
+
+class Words:
+    def apply_chat_template(self, messages, **_):
+        return list(range(2, 2 + int(messages[0]["content"])))
+
+    def decode(self, ids, skip_special_tokens=True):
+        return " ".join(map(str, ids))
+
+
+class Prompts:
+    def __init__(self, lengths=None):
+        self.lengths = lengths or {}
+
+    def __len__(self):
+        return 5
+
+    def prompt_of(self, group_id):
+        length = self.lengths.get(group_id, PROMPT_TOKENS)
+        return Prompt(group_id % 5, group_id // 5, [{"role": "user", "content": str(length)}], {})
+
+
+class Scripted:
+    """Rewards by a function of (group id, slot); an exception it returns is raised."""
+
+    def __init__(self, reward, delay_s=0.0):
+        self.reward, self.delay_s, self.num_now, self.num_most = reward, delay_s, 0, 0
+
+    async def score(self, group):
+        self.num_now += 1
+        self.num_most = max(self.num_most, self.num_now)
+        await asyncio.sleep(self.delay_s)
+        self.num_now -= 1
+        values = [self.reward(group.group_id, slot) for slot in range(len(group.rollouts))]
+        for value in values:
+            if isinstance(value, Exception):
+                raise value
+        played = zip(group.rollouts, values, strict=True)
+        scored = (dataclasses.replace(r, rewards={"points": v}) if r.failure is None else r for r, v in played)
+        return dataclasses.replace(group, rollouts=tuple(scored))
+
+
+class Trainer:
+    """The other end of the wire; takes everything at once unless told to hold."""
+
+    def __init__(self, start, takes=True):
+        self.ready, self.resolved, self.evals, self.window = [], [], [], Window()
+        self.takes, self.taken, self.limit = takes, start.taken_tokens, start.limit_tokens
+        self.listener = wire.Listener("127.0.0.1", 0, KEY, lambda: start, self.receive)
+
+    def receive(self, message):
+        if isinstance(message, ReadyGroup):
+            self.ready.append(message)
+            if self.takes:
+                self.take(message.raw_tokens)
+        elif isinstance(message, wire.Resolved):
+            self.resolved.append((message.group_id, message.reason))
+        elif isinstance(message, wire.Metrics):
+            self.window.merge(message.window)
+        elif isinstance(message, wire.EvalResult):
+            self.evals.append(message)
+
+    def take(self, tokens):
+        self.taken += tokens
+        self.listener.send(wire.Credit(self.taken, self.taken, self.limit))
+
+    @property
+    def num_done(self):
+        return len(self.ready) + len(self.resolved)
+
+
+async def until(condition, timeout_s=10.0):
+    async with asyncio.timeout(timeout_s):
+        while not condition():
+            await asyncio.sleep(0.005)
+
+
+def produce(
+    url,
+    tmp_path,
+    scenario,
+    *,
+    start=None,
+    takes=True,
+    reward=lambda group, slot: float(slot),
+    score_s=0.0,
+    cap=64,
+    queue_size=16,
+    max_concurrent_groups=8,
+    prompts=None,
+    evaluations=None,
+    accept=None,
+    **settings,
+):
+    """Run the loop while `scenario(trainer, loop)` drives it, then finish; the trainer's end, as it was left."""
+    start = start or wire.Start(0, 1, [], [], 0, 0, 10_000)
+
+    async def run():
+        trainer = Trainer(start, takes)
+        link = await wire.connect("127.0.0.1", trainer.listener.port, KEY)
+        section, window, policy = Settings(group_size=G, **settings), Window(strict=True), Policy(start.version)
+        sampler = Vllm(max_completion_length=TOKENS, num_sampler_logprobs=2, max_retries=0)
+        client = await sampler.connect((url,), None, 42, lambda: policy.version, 10.0, 64, True, window)
+        places = Places(Cap(cap, cap))
+        player = Player(Words(), {}, client.max_model_len, frozenset({1}))
+        failures = Failures(section.max_failure_frac, section.failure_window)
+        scorer = Scripted(reward, score_s)
+        loop = Loop(
+            settings=section,
+            prompts=prompts or Prompts(),
+            player=player,
+            client=client,
+            judge=Judge(scorer, Grouped(), section, TOKENS, queue_size, max_concurrent_groups, accept, window),
+            slots=Slots(player, client, places, failures, section.on_error == "abort"),
+            places=places,
+            watch=ServerWatch(client, places.cap, places, section.concurrency.poll_interval, window),
+            link=link,
+            policy=policy,
+            evaluations=evaluations or {},
+            window=window,
+            life=Life(tmp_path, "rollout"),
+        )
+        trainer.scorer = scorer
+        work = asyncio.create_task(loop.run())
+        drive = asyncio.create_task(scenario(trainer, loop))
+        try:
+            await asyncio.wait([work, drive], return_when=asyncio.FIRST_COMPLETED)
+            if work.done():
+                work.result()
+            drive.result()
+            trainer.listener.send(wire.Finish())
+            async with asyncio.timeout(5):
+                await work
+        finally:
+            drive.cancel()
+            work.cancel()
+            await client.close()
+            trainer.listener.close()
+            await link.close()
+        return trainer
+
+    return asyncio.run(run())
+
+
+def done(n):
+    async def scenario(trainer, loop):
+        await until(lambda: trainer.num_done >= n)
+
+    return scenario
+
+
+def test_groups_arrive_whole_with_advantages_and_versions(url, tmp_path):
+    trainer = produce(url, tmp_path, done(20))
+    assert trainer.resolved == []
+    assert sorted(g.group_id for g in trainer.ready)[:15] == list(range(15))
+    group = next(g for g in trainer.ready if g.group_id == 7)
+    assert (group.row_index, group.epoch, group.version) == (2, 1, 1)
+    assert group.rewards.tolist() == [0, 1, 2] == group.source_rewards["points"].tolist()
+    np.testing.assert_allclose([s.advantage for s in group.samples], [-1.22474, 0, 1.22474], atol=1e-5)
+    for slot, sample in enumerate(group.samples):
+        assert len(sample.token_ids) == RAW and sample.rollout_index == slot
+        assert sample.loss_mask.tolist() == [False] * PROMPT_TOKENS + [True] * TOKENS
+        assert sample.versions[sample.loss_mask].tolist() == [1] * TOKENS
+        assert sample.head_ids.shape == (TOKENS, 2)
+    record = trainer.window.record(1)
+    assert record["reward"] == 1.0 and record["rewards/points/mean"] == 1.0 and record["frac_reward_zero_std"] == 0
+    assert record["completions/mean_length"] == TOKENS and record["completions/clipped_ratio"] == 1.0
+    assert record["rollout/samples_per_rollout"] == 1.0 and record["rollout/failed_count"] == 0
+    assert record["group/usable_slot_count"] == record["group/target_slot_count"]
+
+
+def test_seeds_of_all_requests_differ_and_groups_that_are_done_are_left_out(url, tmp_path):
+    start = wire.Start(3, 4, [(0, 3), (5, 6)], [4], 0, 0, 10_000)
+    trainer = produce(url, tmp_path, done(3), start=start)
+    assert sorted(g.group_id for g in trainer.ready)[:3] == [3, 6, 7]
+    assert all(g.version == 4 for g in trainer.ready)
+    seeds = [body["sampling_params"]["seed"] for body in report(url)["seen"]]
+    assert len(set(seeds)) == len(seeds) >= 9
+
+
+def test_a_failed_slot_costs_only_itself(url, tmp_path):
+    control(url, faults=["400", "malformed"])
+    trainer = produce(url, tmp_path, done(4), cap=1)
+    # Slots 0 and 1 of group 0 failed: one usable rollout is no group.
+    assert trainer.resolved == [(0, "unusable")]
+    control(url, faults=["400"])
+    trainer = produce(url, tmp_path, done(3), cap=1)
+    assert trainer.resolved == []
+    group = next(g for g in trainer.ready if g.group_id == 0)
+    assert group.rollout_indices.tolist() == [1, 2] == [s.rollout_index for s in group.samples]
+    record = trainer.window.record(1)
+    assert record["rollout/failed_count"] == 1 == record["rollout/failed_rejected_count"]
+    control(url, faults=["400"])
+    assert produce(url, tmp_path, done(2), cap=1, drop_incomplete_group=True).resolved == [(0, "incomplete")]
+
+
+def test_too_many_failures_end_the_run_with_their_reasons(url, tmp_path):
+    control(url, faults=["400!"])
+    with pytest.raises(ServerError, match=r"rollouts failed \(rejected \d+\).*max_failure_frac=0.5.*stub says 400"):
+        produce(url, tmp_path, done(1000))
+    control(url, faults=["400"])
+    with pytest.raises(ServerError, match="rollout.on_error=abort.*stub says 400"):
+        produce(url, tmp_path, done(1000), on_error="abort")
+
+
+def test_groups_without_signal_are_counted_and_give_their_credit_back(url, tmp_path):
+    held = []
+
+    async def scenario(trainer, loop):
+        await until(lambda: trainer.num_done >= 60)
+        held.append(loop.admission.held_tokens)
+
+    def reward(group, slot):
+        return None if group % 3 == 1 else float(slot) if group % 3 == 0 else 1.0
+
+    limit = 4 * G * RAW
+    trainer = produce(url, tmp_path, scenario, reward=reward, start=wire.Start(0, 1, [], [], 0, 0, limit))
+    reasons = {group: reason for group, reason in trainer.resolved}
+    assert all(reasons[g] == ("under_scored" if g % 3 == 1 else "zero_std") for g in reasons)
+    assert all(g.group_id % 3 == 0 for g in trainer.ready) and len(trainer.ready) >= 15
+    assert held[0] < limit + G * RAW
+    record = trainer.window.record(1)
+    assert record["reward_dropped"] == 1.0 and 0.6 < record["frac_reward_zero_std"] < 0.72
+
+
+def test_a_score_that_cannot_be_had_drops_the_group_and_a_broken_contract_ends_the_run(url, tmp_path):
+    trainer = produce(url, tmp_path, done(6), reward=lambda g, s: ValueError("no") if g % 2 else float(s))
+    assert all(reason == "scorer_error" and group % 2 for group, reason in trainer.resolved)
+    with pytest.raises(ContractError, match="wrong length"):
+        produce(url, tmp_path, done(6), reward=lambda g, s: ContractError("wrong length"))
+
+
+def test_generation_stops_at_the_limit_and_goes_on_with_credit(url, tmp_path):
+    limit = 4 * G * RAW
+
+    async def scenario(trainer, loop):
+        await until(lambda: len(trainer.ready) == 4)
+        await asyncio.sleep(0.3)
+        assert len(trainer.ready) == 4 and loop.admission.held_tokens == limit
+        trainer.take(2 * G * RAW)
+        await until(lambda: len(trainer.ready) == 6)
+        await asyncio.sleep(0.2)
+        assert len(trainer.ready) == 6
+
+    trainer = produce(url, tmp_path, scenario, takes=False, start=wire.Start(0, 1, [], [], 0, 0, limit))
+    assert trainer.window.get("rollout/backpressure_s") > 0
+    assert '"phase": "waiting for the trainer"' in (tmp_path / "state" / "rollout.alive.json").read_text()
+
+
+def test_a_closed_gate_lets_nothing_start(url, tmp_path):
+    async def scenario(trainer, loop):
+        await until(lambda: len(trainer.ready) >= 3)
+        trainer.takes = False
+        trainer.listener.send(wire.Credit(trainer.taken, trainer.taken, 10_000, gate_closed=True))
+        await asyncio.sleep(0.2)
+        count = report(url)["num_requests"]
+        await asyncio.sleep(0.3)
+        assert report(url)["num_requests"] == count
+        trainer.listener.send(wire.VersionUpdate(2))
+        trainer.listener.send(wire.Credit(trainer.taken, trainer.taken, 10_000))
+        await until(lambda: trainer.ready[-1].version == 2)
+
+    produce(url, tmp_path, scenario)
+
+
+def test_no_more_requests_than_the_cap_are_in_flight(url, tmp_path):
+    control(url, delay_s=0.02)
+    produce(url, tmp_path, done(6), cap=4)
+    assert report(url)["max_in_flight"] == 4
+
+
+def test_prompts_that_fill_the_context_are_skipped(url, tmp_path):
+    prompts = Prompts({1: 4099, 2: 5000})
+    trainer = produce(url, tmp_path, done(6), prompts=prompts)
+    assert sorted(trainer.resolved) == [(1, "prompt_too_long"), (2, "prompt_too_long")]
+    assert trainer.window.get("rollout/skipped_prompt_count") == 2
+    with pytest.raises(ContractError, match="row 1 has 4099 tokens.*on_long_prompt"):
+        produce(url, tmp_path, done(6), prompts=prompts, on_long_prompt="abort")
+
+
+def test_a_full_score_queue_holds_generation_and_groups_are_scored_side_by_side(url, tmp_path):
+    async def scenario(trainer, loop):
+        await asyncio.sleep(0.5)
+        # One group being scored, one in the queue, and the few that were in flight when it filled up.
+        assert report(url)["num_requests"] <= 8 * G
+        await until(lambda: trainer.num_done >= 2)
+
+    trainer = produce(url, tmp_path, scenario, score_s=0.4, queue_size=1, max_concurrent_groups=1, cap=2 * G)
+    assert trainer.window.get("rollout/score_block_s") > 0 and trainer.scorer.num_most == 1
+    began = time.monotonic()
+    trainer = produce(url, tmp_path, done(9), score_s=0.3, max_concurrent_groups=8)
+    assert trainer.scorer.num_most == 8 and time.monotonic() - began < 1.8
+
+
+def test_evaluations_run_at_the_start_and_when_asked_and_report_one_version(url, tmp_path):
+    evaluation = Evaluation(data=None, num_rollouts=2, temperature=0.5, max_prompts=3)
+
+    async def scenario(trainer, loop):
+        await until(lambda: len(trainer.evals) == 1 and len(trainer.ready) > 2)
+        trainer.listener.send(wire.VersionUpdate(9))
+        trainer.listener.send(wire.RunEval(9))
+        await until(lambda: len(trainer.evals) == 2)
+
+    def reward(group, slot):
+        return float(slot) if group >= 0 else 1.0 - slot * 0.5
+
+    evaluations = {"heldout": (evaluation, Prompts())}
+    trainer = produce(url, tmp_path, scenario, evaluations=evaluations, reward=reward)
+    assert [(e.name, e.result["version"], e.result["reward"]) for e in trainer.evals] == [("heldout", 1, 0.75), ("heldout", 9, 0.75)]
+    assert all(e.result["rollouts_count"] == 6 and e.result["mean_length"] == TOKENS for e in trainer.evals)
+    first = report(url)["seen"][:6]
+    assert all(body["sampling_params"]["temperature"] == 0.5 for body in first)
+    assert len({body["sampling_params"]["seed"] for body in first}) == 6
+
+
+def test_a_resumed_run_does_not_evaluate_at_the_start(url, tmp_path):
+    evaluation = Evaluation(data=None, max_prompts=3)
+    start = wire.Start(3, 4, [(0, 3)], [], 0, 0, 10_000)
+    assert produce(url, tmp_path, done(2), start=start, evaluations={"heldout": (evaluation, Prompts())}).evals == []
+
+
+def test_a_filter_drops_groups_and_must_not_raise(url, tmp_path):
+    trainer = produce(url, tmp_path, done(6), accept=lambda group: group.group_id % 2 == 0)
+    assert all(reason == "rejected" and group % 2 for group, reason in trainer.resolved)
+    with pytest.raises(ContractError, match="accept_fn raised ZeroDivisionError"):
+        produce(url, tmp_path, done(6), accept=lambda group: 1 / 0)
+
+
+def test_a_run_without_progress_ends_with_what_it_waited_for(url, tmp_path):
+    control(url, faults=["hang!"])
+    with pytest.raises(StallError, match=r"progress_timeout=0.5.*oldest is 0\.0 for .*no server has answered"):
+        produce(url, tmp_path, done(1), progress_timeout=0.5)
+
+
+def test_waiting_for_the_trainer_is_no_stall(url, tmp_path):
+    async def scenario(trainer, loop):
+        await asyncio.sleep(2.5)
+
+    start = wire.Start(0, 1, [], [], 0, 0, G * RAW)
+    produce(url, tmp_path, scenario, takes=False, start=start, progress_timeout=1.6)
+
+
+def test_the_end_of_the_trainer_ends_the_loop(url, tmp_path):
+    async def scenario(trainer, loop):
+        await until(lambda: trainer.ready)
+        trainer.listener.close()
+        await asyncio.sleep(5)
+
+    with pytest.raises(wire.WireError, match="closed the connection"):
+        produce(url, tmp_path, scenario)
