@@ -46,12 +46,10 @@ class StepLayout:
 
 
 def register() -> None:
-    """Make the attention known to transformers; it takes no mask, so none is built."""
+    """Make the attention known to transformers; without a mask function of that name, no mask is built."""
     from transformers import AttentionInterface
-    from transformers.masking_utils import AttentionMaskInterface
 
     AttentionInterface.register(NAME, attend)
-    AttentionMaskInterface.register(NAME, lambda *args, **kwargs: None)
 
 
 def attend(

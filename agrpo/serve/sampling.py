@@ -13,6 +13,9 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
+import torch.nn.functional as F
+
+_BLOCK = 256  # entries
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,10 +47,7 @@ class Draws:
 
 
 def uniforms(seeds: np.ndarray, positions: np.ndarray) -> np.ndarray:
-    """[B] float64 in [0, 1): two rounds of splitmix64 over (seed, position).
-
-    52 bits, so that u * total < total in float64 and the inverted index always has positive mass.
-    """
+    """[B] float64 in [0, 1): two rounds of splitmix64 over (seed, position)."""
     state = _mix(seeds.astype(np.uint64))
     state = _mix(state ^ (positions.astype(np.uint64) * np.uint64(0xD1B54A32D192ED03)))
     return (state >> np.uint64(12)).astype(np.float64) * 2.0**-52
@@ -91,9 +91,9 @@ def _draw_whole(logits: torch.Tensor, params: list[SamplingParams], uniform: tor
     if greedy:
         token_ids[greedy] = logprobs[greedy].argmax(dim=-1)
     chosen = logprobs.gather(1, token_ids[:, None])
-    ranks = (logprobs > chosen).sum(dim=-1) + 1
     num_head = min(max(p.num_logprobs for p in params), logits.shape[-1])
     head_logprobs, head_ids = torch.topk(logprobs, num_head, dim=-1)
+    ranks = _ranks(logprobs, chosen, head_ids == token_ids[:, None])
     return Draws(
         token_ids.tolist(), _rounded(chosen[:, 0]), ranks.tolist(), head_ids.tolist(), _rounded(head_logprobs),
         [None] * len(params),
@@ -124,12 +124,41 @@ def _draw_truncated(logits: torch.Tensor, params: list[SamplingParams], uniform:
     )  # fmt: skip
 
 
+def _ranks(logprobs: torch.Tensor, chosen: torch.Tensor, in_head: torch.Tensor) -> torch.Tensor:
+    """[B] rank of the chosen token; only rows whose token is outside the head need a pass over the vocabulary."""
+    ranks = in_head.int().argmax(dim=-1) + 1 if in_head.shape[1] else torch.zeros_like(chosen[:, 0], dtype=torch.int64)
+    outside = (~in_head.any(dim=-1)).nonzero()[:, 0]
+    if len(outside):
+        ranks[outside] = (logprobs[outside] > chosen[outside]).sum(dim=-1) + 1
+    return ranks
+
+
 def _invert(probabilities: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:
-    """[B] first index whose cumulative probability exceeds uniform * total."""
-    cumulative = probabilities.cumsum(dim=-1, dtype=torch.float64)
-    target = (uniform * cumulative[:, -1])[:, None]
-    index = torch.searchsorted(cumulative, target, right=True)[:, 0]
-    return index.clamp_max_(probabilities.shape[-1] - 1)
+    """[B] first index whose cumulative probability exceeds uniform * total.
+
+    A wide row is inverted in two levels, blocks and then one block: a float64 running sum over it all costs more than
+    the softmax.
+    """
+    num_rows, width = probabilities.shape
+    if width < 32 * _BLOCK:
+        return _first_above(probabilities, uniform * probabilities.sum(dim=-1, dtype=torch.float64))[0]
+    blocks = F.pad(probabilities, (0, -width % _BLOCK)).view(num_rows, -1, _BLOCK)
+    sums = blocks.sum(dim=-1, dtype=torch.float64)
+    block, rest = _first_above(sums, uniform * sums.sum(dim=-1))
+    inside, _ = _first_above(blocks[torch.arange(num_rows, device=block.device), block], rest)
+    return (block * _BLOCK + inside).clamp_max_(width - 1)
+
+
+def _first_above(masses: torch.Tensor, target: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """[B] first index whose running sum exceeds `target` [B], and what of the target its predecessors leave.
+
+    Rounding may leave a target at or above the last sum: then the last index with mass is taken.
+    """
+    sums = masses.cumsum(dim=-1, dtype=torch.float64)
+    target = torch.minimum(target, torch.nextafter(sums[:, -1], sums.new_zeros(())))
+    index = torch.searchsorted(sums, target[:, None], right=True).clamp_max_(masses.shape[-1] - 1)
+    before = sums.gather(1, index) - masses.gather(1, index)
+    return index[:, 0], target - before[:, 0]
 
 
 def _rounded(logprobs: torch.Tensor) -> list:

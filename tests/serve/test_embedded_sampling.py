@@ -111,6 +111,26 @@ def test_draws_follow_the_distribution(params):
     assert chi_square < 24.3
 
 
+def test_wide_rows_are_inverted_exactly():
+    """A vocabulary wide enough for two levels gives what a running sum in numpy gives, zeros and tails included."""
+    generator = torch.Generator().manual_seed(3)
+    logits = torch.randn(211, 10_007, generator=generator) * 4
+    logits[:, ::3] = -torch.inf
+    logits[7, 1:] = -torch.inf
+    logits[7, 0] = 0
+    logits[11, :-1] = -torch.inf
+    logits[11, -1] = 0
+    rows = [SamplingParams(seed=i, num_logprobs=i % 2 * 3) for i in range(211)]
+    draws = draw(logits, rows, [5] * 211)
+    logprobs = torch.log_softmax(logits, dim=-1)
+    cumulative = logprobs.exp().double().numpy().cumsum(axis=1)
+    targets = uniforms(np.arange(211, dtype=np.uint64), np.full(211, 5)) * cumulative[:, -1]
+    expected = [int(np.searchsorted(c, t, side="right")) for c, t in zip(cumulative, targets, strict=True)]
+    assert draws.token_ids == expected and expected[7] == 0 and expected[11] == 10_006
+    ranks = [int((lp > lp[t]).sum()) + 1 for lp, t in zip(logprobs, expected, strict=True)]
+    assert draws.ranks == ranks
+
+
 def test_uniforms_are_uniform_over_seeds_and_positions():
     seeds, positions = np.meshgrid(np.arange(101, dtype=np.uint64), np.arange(997))
     values = uniforms(seeds.ravel(), positions.ravel())
