@@ -48,7 +48,7 @@ class Feeder:
         self._untrained: dict[int, list[Sample]] = {}
         self._inbox: queue.SimpleQueue[ReadyGroup] = queue.SimpleQueue()
         self._num_inbox_samples = 0
-        self._planned: queue.Queue[tuple[Step, list[Sample], dict]] = queue.Queue(maxsize=1)
+        self._planned: queue.Queue[tuple[Step, list[Sample], Window]] = queue.Queue(maxsize=1)
         self._in_step: list[Sample] = []
         self._raw_tokens, self._unique_tokens, self._gate_closed = 0, 0, False
         # Samples restored from a checkpoint were never sent on this wire: its counters start that much below zero.
@@ -65,11 +65,11 @@ class Feeder:
         threading.Thread(target=self._plan, name="planner", daemon=True).start()
         self._listener = wire.Listener(host, port, key, self._start_state, self._receive)
 
-    def next_step(self, timeout_s: float) -> tuple[Step, dict] | None:
-        """The next planned step and its batch figures, or None if none was ready in time. Raises what a thread raised."""
+    def next_step(self, timeout_s: float) -> Step | None:
+        """The next planned step, or None if none was ready in time. Raises what a thread raised."""
         self._check()
         try:
-            step, samples, figures = self._planned.get(timeout=timeout_s)
+            step, samples, window = self._planned.get(timeout=timeout_s)
         except queue.Empty:
             self._check()
             self._publish()  # whatever was missed before the rollout process connected
@@ -79,9 +79,10 @@ class Feeder:
             self._credit.taken(raw)
             self._credit.step_used(raw)
             self._in_step = samples
+            self._window.merge(window)
             self._gate_closed = self._settings.max_staleness == 0
         self._publish()
-        return step, figures
+        return step
 
     def trained(self, step: Step) -> None:
         """The optimizer has used the step: its groups are resolved (RUN-3)."""
@@ -247,16 +248,18 @@ class Feeder:
             del self._untrained[sample.group_id], self._groups[sample.group_id]
 
     def _emit(self, step: Step) -> None:
-        samples, figures = self._planner.step_samples, self._planner.statistics(step)
+        samples = self._planner.step_samples
         with self._lock:
             self._raw_tokens += sum(len(s.token_ids) for s in samples)
             self._unique_tokens += sum(r.num_tokens for m in step.microbatches for r in m.rows)
-            self._measure(step, samples)
-        self._planned.put((step, samples, figures))
+            window = self._measure(step, samples)
+        self._planned.put((step, samples, window))
 
-    def _measure(self, step: Step, samples: list[Sample]) -> None:
-        """Metrics of the samples of a step (rows marked F)."""
-        window, now, count = self._window, time.time(), len(samples)
+    def _measure(self, step: Step, samples: list[Sample]) -> Window:
+        """Metrics of a step and its samples (rows marked F); they count when the step is trained."""
+        window, now, count = Window(), time.time(), len(samples)
+        for name, (value, weight) in self._planner.statistics(step).items():
+            window.add(name, value, weight)
         raw = [len(s.token_ids) for s in samples]
         ages = [self._staleness(s, step.index) for s in samples]
         trained = [s.num_trained_tokens for s in samples]
@@ -275,15 +278,8 @@ class Feeder:
             spreads = {g: _spread(group.source_rewards.get(name)) for g, group in groups.items()}
             known = [spreads[s.group_id] for s in samples if spreads[s.group_id] is not None]
             window.add(f"rewards/{name}/group_std", sum(known), len(known))
-        self._measure_groups(groups, samples, trained)
-
-    def _measure_groups(self, groups: dict[int, ReadyGroup], samples: list[Sample], trained: list[int]) -> None:
-        sizes = {g: len(group.rewards) for g, group in groups.items()}
-        self._window.add("group/usable_rollouts_mean", sum(sizes.values()), len(groups))
-        self._window.add("group/usable_rows_mean", sum(len(g.samples) for g in groups.values()), len(groups))
-        for size in set(sizes.values()):
-            share = sum(n for s, n in zip(samples, trained, strict=True) if sizes[s.group_id] == size)
-            self._window.add(f"group/loss_weight_size_{size}", share, sum(trained))
+        _measure_groups(window, groups, samples, trained)
+        return window
 
     def _sharing(self) -> float:
         """Raw over unique tokens, of the steps planned so far or of the samples in the open one."""
@@ -307,6 +303,17 @@ class Feeder:
     def _send(self, message: Any) -> None:
         if self._listener is not None:
             self._listener.send(message)
+
+
+def _measure_groups(
+    window: Window, groups: dict[int, ReadyGroup], samples: list[Sample], trained: list[int]
+) -> None:
+    sizes = {g: len(group.rewards) for g, group in groups.items()}
+    window.add("group/usable_rollouts_mean", sum(sizes.values()), len(groups))
+    window.add("group/usable_rows_mean", sum(len(g.samples) for g in groups.values()), len(groups))
+    for size in set(sizes.values()):
+        share = sum(n for s, n in zip(samples, trained, strict=True) if sizes[s.group_id] == size)
+        window.add(f"group/loss_weight_size_{size}", share, sum(trained))
 
 
 def _spread(values: np.ndarray | None) -> float | None:

@@ -173,14 +173,16 @@ class TrainRun:
         if self._is_complete():
             return [END] * count
         began = time.perf_counter()
-        planned = self.feeder.next_step(_IDLE_S)
+        step = self.feeder.next_step(_IDLE_S)
         self._waited_s += time.perf_counter() - began
-        if planned is None:
+        if step is None:
             self._check_trainable()
             return [IDLE] * count
-        self._step, figures = planned
-        self._record_step(self._step, figures)
-        return divide(self._step, self.config.loss.normalization)
+        self._step = step
+        self.trainer.window.add("perf/rollout_wait_s", self._waited_s)
+        self._waited_s = 0.0
+        self.progress.num_tokens += sum(r.num_tokens for m in step.microbatches for r in m.rows)
+        return divide(step, self.config.loss.normalization)
 
     def _is_complete(self) -> bool:
         """RUN-1, RUN-4: `run.max_steps` steps, else all prompts of the epochs resolved at the end of a step."""
@@ -197,14 +199,6 @@ class TrainRun:
         if self.num_rows is not None and ledger.untrained_in_a_row >= max(self.num_rows, 1) and not self.feeder.has_samples:
             counts = ", ".join(f"{reason}: {count}" for reason, count in sorted(ledger.reasons.items()))
             raise StallError(f"no group of a whole epoch of {self.num_rows} prompts could be trained ({counts})")
-
-    def _record_step(self, step: Step, figures: dict[str, tuple[float, float]]) -> None:
-        window = self.trainer.window
-        for name, (value, weight) in figures.items():
-            window.add(name, value, weight)
-        window.add("perf/rollout_wait_s", self._waited_s)
-        self._waited_s = 0.0
-        self.progress.num_tokens += sum(r.num_tokens for m in step.microbatches for r in m.rows)
 
     def _report(self, step_index: int) -> None:
         """Step times, and a record at the end of a logging window (LOG-1)."""

@@ -89,9 +89,9 @@ class RolloutEnd:
 
 
 def next_step(feeder):
-    planned = feeder.next_step(10.0)
-    assert planned is not None
-    return planned[0]
+    step = feeder.next_step(10.0)
+    assert step is not None
+    return step
 
 
 def wait_until(condition):
@@ -203,10 +203,9 @@ def test_no_trained_token_is_older_than_the_limit(tmp_path_factory, ages, max_st
     version, trained = 1, 0
     for group_id, age in enumerate(ages):
         feeder._accept(make_group(group_id, version - age))
-        planned = feeder.next_step(0.02)
-        if planned is None:
+        step = feeder.next_step(0.02)
+        if step is None:
             continue
-        step = planned[0]
         for microbatch in step.microbatches:
             for row in microbatch.rows:
                 assert version - row.versions.min() <= max_staleness
