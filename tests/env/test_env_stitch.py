@@ -87,7 +87,7 @@ def histories(draw):
     return tuple(turns)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(histories())
 def test_every_generated_token_is_trained_exactly_once_and_nothing_else_is(turns):
     samples = stitch(Rollout(turns, []), 1.5, 0, 0)
