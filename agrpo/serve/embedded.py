@@ -38,7 +38,7 @@ _SWITCH_INTERVAL_S = 2e-4
 class Embedded:
     """Settings of the embedded server; the supervisor starts it with `command` and `environment`."""
 
-    host: str = setting("127.0.0.1", "address to listen on; the port is chosen at start")
+    host: str = setting("127.0.0.1", "address to listen on; 0.0.0.0 = other machines too; the port is chosen at start")
     timeout: float = setting(1800.0, "seconds to wait for the server at start and for each request (SRV-2, SRV-3)", gt=0)
     model_name: str | None = setting(None, "name requests use; null = model.path")
     parity_limit: float | None = setting(0.2, "largest mean log-prob difference after a sync; null = no check", gt=0)
@@ -189,7 +189,7 @@ def main(run_dir: Path, life: Life) -> None:
     if settings.dtype is None:
         settings = replace(settings, dtype=model.init_kwargs.get("dtype", model.dtype))
     receiver = getattr(config.sync, "receiver", None) or None  # a mechanism without one leaves it empty
-    serve(model.path, address.hostname, address.port, settings, receiver, life.beat, **load)
+    serve(model.path, settings.host, address.port, settings, receiver, life.beat, **load)
 
 
 if __name__ == "__main__":
