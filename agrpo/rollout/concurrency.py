@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import collections
+from collections.abc import Callable
 from dataclasses import dataclass
 
 RAISE_BELOW, LOWER_ABOVE = 0.6, 0.8  # KV-cache usage
@@ -75,6 +76,7 @@ class Places:
 
     def __init__(self, cap: Cap):
         self.cap = cap
+        self.on_change: Callable[[], None] = lambda: None  # called whenever room may have appeared
         self._waiting: collections.deque[asyncio.Future[None]] = collections.deque()
         self._num_holds = 0
 
@@ -95,12 +97,13 @@ class Places:
         self.hand_out()
 
     def hand_out(self) -> None:
-        """Give free places to those who wait; called whenever room may have appeared."""
+        """Give free places to those who wait."""
         while self._waiting and self.cap.has_room and not self._num_holds:
             future = self._waiting.popleft()
             if not future.done():
                 self.cap.started()
                 future.set_result(None)
+        self.on_change()
 
     def hold(self) -> None:
         """No rollout starts until `let_go`: finished groups have nowhere to go (ARCH-11)."""

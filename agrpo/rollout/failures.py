@@ -22,6 +22,8 @@ class Failures:
         self._seen: collections.Counter[str] = collections.Counter()
 
     def count(self, rollout: Rollout) -> None:
+        if rollout.failure == "prompt_too_long":
+            return  # says something about the data, nothing about the health of the run
         self._last.append(rollout.failure)
         if rollout.failure is None:
             return

@@ -72,6 +72,7 @@ class Loop:
         self._tasks: set[asyncio.Task[None]] = set()
         self._broken: asyncio.Future[None] | None = None
         self._changed = asyncio.Event()
+        places.on_change = self._changed.set
         self._num_evaluating, self._num_skipped, self._phase = 0, 0, "starting to generate"
         self._reported_at = self._progress_at = time.monotonic()
 

@@ -82,16 +82,27 @@ class Vllm:
         metrics: Any,
         retry_wait_s: float = 1.0,
     ) -> Client:
-        """A client of the running servers; ServerError if one does not answer, or lacks what the settings need."""
+        """A client of the running servers; ServerError if one lacks what is needed, or is silent for `timeout_s`."""
         client = Client(
             self, urls, model_name, run_seed, version, timeout_s, max_connections, centering, metrics, retry_wait_s
         )
+        deadline = time.monotonic() + timeout_s
         try:
-            await client.look_up()
+            while True:
+                try:
+                    await client.look_up()
+                    return client
+                except Unreachable:
+                    if time.monotonic() > deadline:
+                        raise
+                    await asyncio.sleep(retry_wait_s)
         except BaseException:
             await client.close()
             raise
-        return client
+
+
+class Unreachable(ServerError):
+    """The server did not answer this time."""
 
 
 class Client:
@@ -136,8 +147,8 @@ class Client:
                 raise ServerError(f"{url} serves {served}, not server.model_name={self.model_name}")
             self.model_name = self.model_name or entry["id"]
             lengths.append(int(entry.get("max_model_len") or 0))
-            async with self._control.get(url + TOKEN_PATH) as answer:
-                self._speaks_tokens[url] = answer.status != 404
+            # A GET of a path that takes only POST answers 405, a missing one 404.
+            self._speaks_tokens[url] = await self._status(url, TOKEN_PATH) != 404
             if self.sampler.is_truncated and not self._speaks_tokens[url]:
                 raise ServerError(
                     f"sampler.top_k={self.sampler.top_k} needs candidate sets, but {url} has no {TOKEN_PATH}; start vLLM "
@@ -154,17 +165,23 @@ class Client:
         return {} if body is None else _decoded(body, "/server_info")
 
     async def _get(self, url: str, path: str) -> bytes | None:
-        """The body of a GET; None where the server does not offer the path."""
+        """The body of a GET; None where the server does not offer the path. Unreachable in every other case."""
+        status, body = await self._answer(url, path)
+        if status in (404, 405):
+            return None
+        if status != 200:
+            raise Unreachable(f"GET {url}{path} answered {status}: {body[:500].decode(errors='replace')}")
+        return body
+
+    async def _status(self, url: str, path: str) -> int:
+        return (await self._answer(url, path))[0]
+
+    async def _answer(self, url: str, path: str) -> tuple[int, bytes]:
         try:
             async with self._control.get(url + path) as answer:
-                body = await answer.read()
+                return answer.status, await answer.read()
         except (aiohttp.ClientError, OSError, TimeoutError) as error:
-            raise ServerError(f"GET {url}{path} failed: {type(error).__name__}: {error}") from error
-        if answer.status in (404, 405):
-            return None
-        if answer.status != 200:
-            raise ServerError(f"GET {url}{path} answered {answer.status}: {body[:500].decode(errors='replace')}")
-        return body
+            raise Unreachable(f"GET {url}{path} failed: {type(error).__name__}: {error}") from error
 
     async def generate(
         self,
