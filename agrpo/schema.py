@@ -39,11 +39,11 @@ def allowed(field: dataclasses.Field) -> str:
     high = ")" if "lt" in bounds else "]"
     lower, upper = bounds.get("gt", bounds.get("ge")), bounds.get("lt", bounds.get("le"))
     if lower is not None and upper is not None:
-        return f"in {low}{lower:g}, {upper:g}{high}"
+        return f"in {low}{lower}, {upper}{high}"
     if lower is not None:
-        return f"{'>' if low == '(' else '>='} {lower:g}"
+        return f"{'>' if low == '(' else '>='} {lower}"
     if upper is not None:
-        return f"{'<' if high == ')' else '<='} {upper:g}"
+        return f"{'<' if high == ')' else '<='} {upper}"
     return ""
 
 

@@ -32,7 +32,6 @@ from agrpo.train.feeder import Feeder
 from agrpo.train.loop import Trainer
 from agrpo.train.ranks import END, IDLE, Ranks, divide
 from agrpo.train.state import Progress, checkpoint_to_resume, restore, save
-from agrpo.types import Step
 
 _IDLE_S = 1.0  # how often rank 0 looks up while it waits for samples
 _log = logging.getLogger(__name__)
