@@ -39,7 +39,9 @@ class Embedded:
     """Settings of the embedded server; the supervisor starts it with `command` and `environment`."""
 
     host: str = setting("127.0.0.1", "address to listen on; 0.0.0.0 = other machines too; the port is chosen at start")
-    timeout: float = setting(1800.0, "seconds to wait for the server at start and for each request (SRV-2, SRV-3)", gt=0)
+    timeout: float = setting(
+        1800.0, "seconds to wait for the server at start and for each request (SRV-2, SRV-3)", gt=0
+    )
     model_name: str | None = setting(None, "name requests use; null = model.path")
     parity_limit: float | None = setting(0.2, "largest mean log-prob difference after a sync; null = no check", gt=0)
     max_model_len: int | None = setting(None, "longest context in tokens; null = the model's, at most 4096", ge=2)
@@ -74,7 +76,11 @@ class Embedded:
             lines.append(
                 f"sampler.max_completion_length must be below server.max_model_len = {self.max_model_len}, got {longest}"
             )
-        if self.kv_cache_tokens is not None and self.max_model_len is not None and self.kv_cache_tokens < self.max_model_len:
+        if (
+            self.kv_cache_tokens is not None
+            and self.max_model_len is not None
+            and self.kv_cache_tokens < self.max_model_len
+        ):
             lines.append(
                 f"server.kv_cache_tokens must be at least server.max_model_len = {self.max_model_len}, "
                 f"got {self.kv_cache_tokens}"
@@ -100,7 +106,10 @@ async def run_service(
     await runner.setup()
     service.engine.start()
     try:
-        await web.TCPSite(runner, host, port, backlog=1024).start()
+        try:
+            await web.TCPSite(runner, host, port, backlog=1024).start()
+        except OSError as error:
+            raise ServerError(f"cannot listen on {host}:{port}: {error.strerror}; set server.host") from error
         ready(runner.addresses[0][1])
         await stop.wait()
     finally:
@@ -122,8 +131,11 @@ def serve(
     **load: object,
 ) -> None:
     """Serve one model in this process until SIGTERM or SIGINT."""
+    from transformers.utils.logging import disable_progress_bar
+
     from agrpo.serve.service import open_service
 
+    disable_progress_bar()
     sys.setswitchinterval(_SWITCH_INTERVAL_S)
     service = open_service(model_path, settings or Embedded(), receiver, beat, **load)
 

@@ -77,6 +77,7 @@ class Engine:
             self._draining = True
             self._drained.append(future)
             return future
+        self._end_drain()  # a pause that freezes also ends the wait of an earlier one
         if mode == "abort":
             self.abort({id(r) for r in self._unfinished()})
         if clear_cache:

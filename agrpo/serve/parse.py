@@ -83,7 +83,8 @@ def _params(settings: dict, limits: Limits) -> SamplingParams:
     num_logprobs = _number(settings, "logprobs", 0, int, 0, None)
     if num_logprobs > limits.max_logprobs:
         raise RefusedRequest(
-            400, f"Requested sample logprobs of {num_logprobs}, which is greater than max allowed: {limits.max_logprobs}"
+            400,
+            f"Requested sample logprobs of {num_logprobs}, which is greater than max allowed: {limits.max_logprobs}",
         )
     top_p = _number(settings, "top_p", 1.0, float, 0, 1)
     if top_p == 0:

@@ -176,7 +176,9 @@ class Handlers:
 
     async def server_info(self, http: web.Request) -> web.Response:
         settings, limits = self.service.settings, self.service.limits
-        lora = {"max_lora_rank": settings.max_lora_rank, "max_loras": settings.max_loras} if settings.max_loras else None
+        lora = (
+            {"max_lora_rank": settings.max_lora_rank, "max_loras": settings.max_loras} if settings.max_loras else None
+        )
         model_config = {
             "model": self.service.root,
             "dtype": str(self.service.dtype),
@@ -196,7 +198,11 @@ class Handlers:
 
     async def weight_info(self, http: web.Request) -> web.Response:
         weights = self.engine.weights
-        info = {"weight_version": self.engine.version, "num_updates": weights.num_updates, "is_partial": weights.is_partial}
+        info = {
+            "weight_version": self.engine.version,
+            "num_updates": weights.num_updates,
+            "is_partial": weights.is_partial,
+        }
         return _json(info)
 
     # --- pause and weights

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -15,6 +16,9 @@ from agrpo.serve.cache import Cache, Pool
 from agrpo.serve.lora import AdapterLayer
 from agrpo.serve.request import Request
 
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
 log = logging.getLogger(__name__)
 
 _LAYER_TYPES = {"full_attention", "sliding_attention"}
@@ -24,18 +28,27 @@ _CUDA_MEMORY_FRACTION = 0.8
 
 
 def load_model(path: str, dtype: str | None, device: torch.device, **kwargs: object) -> torch.nn.Module:
-    """Load a causal language model for serving; ConfigError if its layers are not plain attention."""
+    """Load a causal language model for serving; ConfigError if it does not load, or its layers are not plain attention."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     attention.register()
-    config = AutoConfig.from_pretrained(path, **kwargs)
+    try:
+        config = AutoConfig.from_pretrained(path, **kwargs)
+        _check_layers(config, path)
+        model = AutoModelForCausalLM.from_pretrained(
+            path, dtype=dtype or "auto", attn_implementation=attention.NAME, **kwargs
+        )
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"model.path: the server cannot load {path}: {str(error).strip().splitlines()[0]}") from error
+    return model.to(device).eval().requires_grad_(False)
+
+
+def _check_layers(config: PretrainedConfig, path: str) -> None:
     unknown = set(getattr(config, "layer_types", None) or ["full_attention"]) - _LAYER_TYPES
     if unknown:
-        raise ConfigError(f"server: the embedded server cannot run layers of type {', '.join(sorted(unknown))} ({path}); use server=vllm")
-    model = AutoModelForCausalLM.from_pretrained(
-        path, dtype=dtype or "auto", attn_implementation=attention.NAME, **kwargs
-    )
-    return model.to(device).eval().requires_grad_(False)
+        raise ConfigError(
+            f"server: the embedded server cannot run layers of type {', '.join(sorted(unknown))} ({path}); use server=vllm"
+        )
 
 
 class Runner:
@@ -170,5 +183,7 @@ def max_length(model: torch.nn.Module, limit: int | None) -> int:
     """Longest context: `limit`, or what the model was made for, at most 4096."""
     longest = getattr(model.config, "max_position_embeddings", None) or 4096
     if limit is not None and limit > longest:
-        raise ConfigError(f"server.max_model_len must be at most {longest}, the model's max_position_embeddings, got {limit}")
+        raise ConfigError(
+            f"server.max_model_len must be at most {longest}, the model's max_position_embeddings, got {limit}"
+        )
     return limit or min(longest, 4096)

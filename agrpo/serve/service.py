@@ -40,7 +40,9 @@ class Service:
         if model in (None, "", self.name, self.root):
             return None
         if model not in self.adapters:
-            raise RefusedRequest(404, f"The model `{model}` does not exist; served: {', '.join([self.name, *self.adapters])}")
+            raise RefusedRequest(
+                404, f"The model `{model}` does not exist; served: {', '.join([self.name, *self.adapters])}"
+            )
         return self.adapters[model]
 
     def request(self, parsed: Parsed, model: str | None, on_done: Callable[[Request], None]) -> Request:
@@ -55,7 +57,8 @@ class Service:
             raise RefusedRequest(400, f"The lora adapter '{name}' has already been loaded.")
         if name not in self.adapters and len(self.adapters) >= self.settings.max_loras:
             raise RefusedRequest(
-                400, f"{len(self.adapters)} adapters are loaded and server.max_loras is {self.settings.max_loras}; unload one"
+                400,
+                f"{len(self.adapters)} adapters are loaded and server.max_loras is {self.settings.max_loras}; unload one",
             )
         try:
             adapter = load_adapter(name, path, self.engine.runner.model, self.settings.max_lora_rank)
@@ -69,7 +72,12 @@ class Service:
 
     def models(self) -> list[dict[str, Any]]:
         """The base model first (SRV-10)."""
-        common = {"object": "model", "created": self.created, "owned_by": "agrpo", "max_model_len": self.limits.max_model_len}
+        common = {
+            "object": "model",
+            "created": self.created,
+            "owned_by": "agrpo",
+            "max_model_len": self.limits.max_model_len,
+        }
         base = {"id": self.name, "root": self.root, "parent": None, **common}
         return [base, *({"id": a.name, "root": a.path, "parent": self.name, **common} for a in self.adapters.values())]
 
@@ -92,6 +100,11 @@ def open_service(
     engine = Engine(runner, Weights(model, receiver), settings.max_num_seqs, beat)
     limits = Limits(length, settings.max_logprobs, model.config.vocab_size, stop_ids(model, tokenizer))
     log.info(
-        "serving %s in %s on %s: context %d, %d cache tokens", model_path, model.dtype, device, length, runner.cache.num_tokens
+        "serving %s in %s on %s: context %d, %d cache tokens",
+        model_path,
+        model.dtype,
+        device,
+        length,
+        runner.cache.num_tokens,
     )
     return Service(engine, tokenizer, limits, settings, settings.model_name or model_path, model_path)

@@ -38,7 +38,9 @@ class Weights:
     def connect(self, init_info: dict) -> None:
         """Join the group of the sender; blocks until it is there."""
         if self._receiver_path is None:
-            raise WeightError("this server was started without a weight receiver; set sync to one that transfers tensors")
+            raise WeightError(
+                "this server was started without a weight receiver; set sync to one that transfers tensors"
+            )
         module, _, name = self._receiver_path.rpartition(".")
         self.disconnect()
         self._receiver = getattr(importlib.import_module(module), name)(init_info, self._device)
@@ -68,7 +70,9 @@ class Weights:
 
     def finish(self) -> None:
         if self._phase == "failed":
-            raise WeightError("finish_weight_update after a failed update: the weights are partial; start a full update")
+            raise WeightError(
+                "finish_weight_update after a failed update: the weights are partial; start a full update"
+            )
         if self._phase != "received":
             raise WeightError("finish_weight_update without a completed update_weights")
         if self.is_partial:

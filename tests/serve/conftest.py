@@ -26,7 +26,9 @@ def make_model(folder, kind: str, seed: int, **overrides):
         "num_key_value_heads": 2, "head_dim": 10, "max_position_embeddings": 701, "initializer_range": 0.25,
         "eos_token_id": EOS, "bos_token_id": None, "pad_token_id": None,
     }  # fmt: skip
-    config_class, model_class = {"qwen3": (Qwen3Config, Qwen3ForCausalLM), "llama": (LlamaConfig, LlamaForCausalLM)}[kind]
+    config_class, model_class = {"qwen3": (Qwen3Config, Qwen3ForCausalLM), "llama": (LlamaConfig, LlamaForCausalLM)}[
+        kind
+    ]
     torch.manual_seed(seed)
     model = model_class(config_class(**{**shape, "tie_word_embeddings": kind == "qwen3", **overrides}))
     model.save_pretrained(folder)
@@ -50,7 +52,9 @@ def plain(folders):
 
     def forward(name: str, token_ids: list[int]) -> torch.Tensor:
         if name not in models:
-            models[name] = AutoModelForCausalLM.from_pretrained(folders.get(name, name), attn_implementation="eager").eval()
+            models[name] = AutoModelForCausalLM.from_pretrained(
+                folders.get(name, name), attn_implementation="eager"
+            ).eval()
         with torch.no_grad():
             return models[name](torch.tensor([token_ids])).logits[0]
 
@@ -86,7 +90,9 @@ def call(url: str, path: str, body: dict | None = None, method: str | None = Non
         return status, raw.decode()
 
 
-def generate(url: str, token_ids: list[int], model: str | None = None, request_id: str | None = None, **sampling) -> dict:
+def generate(
+    url: str, token_ids: list[int], model: str | None = None, request_id: str | None = None, **sampling
+) -> dict:
     """The one choice of a generate request that must succeed."""
     body = {"token_ids": token_ids, "model": model, "request_id": request_id, "sampling_params": sampling}
     status, answer = call(url, "/inference/v1/generate", body)
@@ -134,7 +140,9 @@ def prompt_of(seed: int, length: int) -> list[int]:
     return torch.randint(6, 97, (length,), generator=generator).tolist()
 
 
-def assert_logprobs(choice: dict, logits: torch.Tensor, prompt_length: int, temperature: float = 1.0, start=0, end=None):
+def assert_logprobs(
+    choice: dict, logits: torch.Tensor, prompt_length: int, temperature: float = 1.0, start=0, end=None
+):
     """Every reported number of output tokens start..end equals the plain forward's, to 1e-5; the head is exactly its top k."""
     content = choice["logprobs"]["content"]
     for i in range(start, len(content) if end is None else end):

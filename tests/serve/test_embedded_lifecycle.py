@@ -48,7 +48,10 @@ def test_a_request_survives_a_pause_and_goes_on_under_the_new_weights(clear_cach
     choice = job.result()
     tokens, n = choice["token_ids"], int(count)
     assert len(tokens) == 600 and 0 < n < 600
-    assert choice["weight_versions"] == [{"version": "6", "start": 0, "end": n}, {"version": "7", "start": n, "end": 600}]
+    assert choice["weight_versions"] == [
+        {"version": "6", "start": 0, "end": n},
+        {"version": "7", "start": n, "end": 600},
+    ]
     assert_logprobs(choice, plain("qwen3", prompt + tokens[:n]), len(prompt), end=n)
     if clear_cache == "true":
         logits = plain("other", prompt + tokens)
@@ -145,10 +148,25 @@ def test_sliding_window_layers_see_their_window_only(tmp_path, plain):
         ("/inference/v1/generate", {"token_ids": [97]}, 400, "Token id 97 is out of vocabulary (size 97)"),
         ("/inference/v1/generate", {"token_ids": [7] * 701}, 400, "maximum context length is 701"),
         ("/inference/v1/generate", {"token_ids": [7], "model": "nope"}, 404, "`nope` does not exist"),
-        ("/inference/v1/generate", {"token_ids": [7], "sampling_params": {"temperature": -1}}, 400, "temperature must be"),
+        (
+            "/inference/v1/generate",
+            {"token_ids": [7], "sampling_params": {"temperature": -1}},
+            400,
+            "temperature must be",
+        ),
         ("/inference/v1/generate", {"token_ids": [7], "sampling_params": {"top_p": 0}}, 400, "top_p must be"),
-        ("/inference/v1/generate", {"token_ids": [7], "sampling_params": {"top_k": 2.5}}, 400, "top_k must be an integer"),
-        ("/inference/v1/generate", {"token_ids": [7], "sampling_params": {"logprobs": 33}}, 400, "33, which is greater"),
+        (
+            "/inference/v1/generate",
+            {"token_ids": [7], "sampling_params": {"top_k": 2.5}},
+            400,
+            "top_k must be an integer",
+        ),
+        (
+            "/inference/v1/generate",
+            {"token_ids": [7], "sampling_params": {"logprobs": 33}},
+            400,
+            "33, which is greater",
+        ),
         ("/inference/v1/generate", {"token_ids": [7], "sampling_params": {"n": 2}}, 400, "n=2 is not supported"),
         ("/inference/v1/generate", {"token_ids": [7], "sampling_params": {"max_tokens": 0}}, 400, "max_tokens must be"),
         ("/v1/completions", {"prompt": [7] * 691, "max_tokens": 11}, 400, "maximum context length is 701"),

@@ -23,7 +23,9 @@ ROOT = Path(__file__).parents[2]
 
 def test_a_run_starts_and_ends_it(folders, tmp_path):
     """Config and port come from the run directory; its signs of life and its end are there too."""
-    tree = compose(["+recipe=quickstart", f"model.path={folders['qwen3']}", "server=embedded", "server.max_model_len=127"])
+    tree = compose(
+        ["+recipe=quickstart", f"model.path={folders['qwen3']}", "server=embedded", "server.max_model_len=127"]
+    )
     config = read(tree)
     save(config, tmp_path, [])
     (port,) = free_ports(1)
@@ -90,11 +92,24 @@ def test_settings_that_do_not_fit_the_model_are_refused(settings, text, folders)
         pass
 
 
+def test_a_port_in_use_and_a_folder_without_weights_are_named(folders, tmp_path, qwen):
+    from agrpo.errors import ConfigError, ServerError
+    from agrpo.serve.embedded import serve
+
+    with pytest.raises(ServerError, match="cannot listen on 127.0.0.1"):
+        serve(folders["qwen3"], port=int(qwen.url.rsplit(":", 1)[1]))
+    (tmp_path / "config.json").write_text((Path(folders["qwen3"]) / "config.json").read_text())
+    with pytest.raises(ConfigError, match="model.path: the server cannot load"):
+        serve(str(tmp_path))
+
+
 def test_a_model_with_other_layers_is_refused(tmp_path):
     from agrpo.errors import ConfigError
 
     (tmp_path / "config.json").write_text(
-        json.dumps({"model_type": "qwen3_next", "num_hidden_layers": 2, "layer_types": ["linear_attention", "full_attention"]})
+        json.dumps(
+            {"model_type": "qwen3_next", "num_hidden_layers": 2, "layer_types": ["linear_attention", "full_attention"]}
+        )
     )
     with pytest.raises(ConfigError, match="linear_attention.*server=vllm"), EmbeddedServer(tmp_path):
         pass

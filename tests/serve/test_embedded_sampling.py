@@ -38,7 +38,9 @@ def test_logprobs_and_head_equal_a_plain_forward(kind, folders, plain):
 )
 def test_sampling_mask_and_renormalised_logprobs(settings, qwen, plain):
     prompt = prompt_of(3, 13)
-    choice = generate(qwen.url, prompt, temperature=1.3, max_tokens=29, logprobs=5, seed=17, ignore_eos=True, **settings)
+    choice = generate(
+        qwen.url, prompt, temperature=1.3, max_tokens=29, logprobs=5, seed=17, ignore_eos=True, **settings
+    )
     logits = plain("qwen3", prompt + choice["token_ids"]).double().numpy()
     assert len(choice["sampling_mask"]) == len(choice["token_ids"]) == 29
     for i, token in enumerate(choice["token_ids"]):
@@ -81,7 +83,10 @@ def test_an_answer_depends_on_its_seed_and_not_on_its_neighbours(qwen):
     alone = ask(2**63 - 25)
     busy = together(
         [lambda: ask(2**63 - 25)]
-        + [lambda i=i: generate(qwen.url, prompt_of(i, 3 + i), max_tokens=40 + i, top_k=i % 3, seed=i) for i in range(23)]
+        + [
+            lambda i=i: generate(qwen.url, prompt_of(i, 3 + i), max_tokens=40 + i, top_k=i % 3, seed=i)
+            for i in range(23)
+        ]
         + [lambda: ask(2**63 - 25)]
     )
     assert busy[0]["token_ids"] == busy[-1]["token_ids"] == alone["token_ids"]
@@ -95,14 +100,14 @@ def test_unseeded_requests_differ(qwen):
     assert choices[0]["token_ids"] != choices[1]["token_ids"]
 
 
-@pytest.mark.parametrize("params", [SamplingParams(), SamplingParams(top_k=5, top_p=0.9), SamplingParams(temperature=2.0)])
+@pytest.mark.parametrize(
+    "params", [SamplingParams(), SamplingParams(top_k=5, top_p=0.9), SamplingParams(temperature=2.0)]
+)
 def test_draws_follow_the_distribution(params):
     """Chi-square over 40,000 seeds; 24.3 is the 99.9 % point of 7 degrees of freedom or fewer."""
     logits = torch.tensor([0.3, -1.0, 2.0, 1.1, 0.0, -0.4, 0.9])
     n = 40_000
-    rows = [
-        SamplingParams(params.temperature, params.top_k, params.top_p, seed=seed * 7919) for seed in range(n)
-    ]
+    rows = [SamplingParams(params.temperature, params.top_k, params.top_p, seed=seed * 7919) for seed in range(n)]
     draws = draw(logits.expand(n, -1), rows, [3] * n)
     counts = np.bincount(draws.token_ids, minlength=7)
     expected = numpy_candidates(logits.double().numpy() / params.temperature, params.top_k, params.top_p)

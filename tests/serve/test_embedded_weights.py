@@ -110,6 +110,22 @@ def test_reload_from_a_folder_checks_it_first(fresh, folders, plain, tmp_path):
     assert_serves(fresh.url, "other", plain)
 
 
+def test_weights_that_are_not_finite_are_an_error_and_leave_no_trace(fresh, folders, plain, tmp_path):
+    """NaN in a slot would reach its next owner, through a masked weight of 0."""
+    tensors = load_file(f"{folders['other']}/model.safetensors")
+    tensors["model.layers.1.self_attn.v_proj.weight"][3, 5] = torch.nan
+    save_file(tensors, tmp_path / "model.safetensors")
+    for folder in (str(tmp_path), folders["other"]):
+        answer = call(fresh.url, "/collective_rpc", {"method": "reload_weights", "kwargs": {"weights_path": folder}})
+        assert answer[0] == 200
+        if folder == str(tmp_path):
+            answers = together([lambda: call(fresh.url, "/inference/v1/generate", {"token_ids": PROMPT})] * 3)
+            assert {(status, a["error"]["message"]) for status, a in answers} == {
+                (500, "the model's logits are not finite")
+            }
+    assert_serves(fresh.url, "other", plain)
+
+
 def make_adapter(folder, base, seed, modules, rank=3, alpha=5.0, **config):
     """A PEFT folder with random A and B, and a model folder with the same adapter merged."""
     generator = torch.Generator().manual_seed(seed)
@@ -139,7 +155,9 @@ def load(url, name, path, **body):
 def test_adapters_equal_merged_weights_beside_each_other(fresh, folders, plain, tmp_path):
     url = fresh.url
     first, first_merged = make_adapter(tmp_path / "a", folders["qwen3"], 1, ["q_proj", "down_proj"])
-    second, second_merged = make_adapter(tmp_path / "b", folders["qwen3"], 2, ["v_proj", "up_proj"], rank=7, use_rslora=True)
+    second, second_merged = make_adapter(
+        tmp_path / "b", folders["qwen3"], 2, ["v_proj", "up_proj"], rank=7, use_rslora=True
+    )
     assert load(url, "one", first)[0] == 200 and load(url, "two", second)[0] == 200
     models = call(url, "/v1/models")[1]["data"]
     assert [(m["id"], m["parent"]) for m in models[1:]] == [("one", models[0]["id"]), ("two", models[0]["id"])]
