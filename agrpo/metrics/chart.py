@@ -25,7 +25,8 @@ def curve(line: Points, marks: Points = (), *, width: int = 78, height: int = 12
     x_low, x_high = min(x for x, _ in both), max(x for x, _ in both)
     y_low, y_high = _padded(min(y for _, y in both), max(y for _, y in both))
     rows = max(height - 1, 3)
-    labels = {row: _label(y_high - (y_high - y_low) * row / (rows - 1)) for row in (0, rows // 2, rows - 1)}
+    span = y_high - y_low
+    labels = {row: _label(y_high - span * row / (rows - 1), span) for row in (0, rows // 2, rows - 1)}
     margin = max(map(len, labels.values()))
     columns = max(width - margin - 2, 8)
     per_x, per_y = (1, 1) if ascii_only else (2, 4)
@@ -53,8 +54,11 @@ def _padded(low: float, high: float) -> tuple[float, float]:
     return (low, high) if high - low > 1e-9 * max(1.0, abs(high)) else (low - 0.5, high + 0.5)
 
 
-def _label(value: float) -> str:
-    return f"{value:.2f}" if abs(value) < 1000 else f"{value:.3g}"
+def _label(value: float, span: float) -> str:
+    """As many decimals as tell the ends of the axis apart."""
+    if abs(value) >= 1000:
+        return f"{value:.3g}"
+    return f"{value:.2f}" if span >= 0.05 else f"{value:.4f}"
 
 
 def _per_column(dots: list[tuple[int, int]]) -> list[tuple[int, int]]:
