@@ -33,9 +33,12 @@ def problems(config: Config) -> list[str]:
     """Every violation, the components' own included; empty if the configuration can start."""
     lines = [*_run(config.run, config.devices), *_rollout(config), *_checkpoint(config), *_model(config)]
     lines += _optimizer(config)
-    for component in _components(config):
-        if hasattr(component, "problems"):
-            lines += component.problems(config)
+    for name in GROUPS:
+        component = getattr(config, name)
+        lines += component.problems(config) if hasattr(component, "problems") else []
+    for name, evaluation in config.eval.items():
+        found = evaluation.problems(config) if hasattr(evaluation, "problems") else []
+        lines += [f"eval.{name}.{line}" for line in found]
     return list(dict.fromkeys(lines))
 
 
@@ -60,10 +63,6 @@ def warnings(config: Config) -> list[str]:
     if config.model.lora.enabled and config.model.lora.dropout > 0:
         lines.append("model.lora.dropout > 0: trainer and server compute different log-probabilities")
     return lines
-
-
-def _components(config: Config) -> list[Any]:
-    return [getattr(config, name) for name in GROUPS] + list(config.eval.values())
 
 
 def _run(run: Run, devices: Devices) -> Iterator[str]:
@@ -153,6 +152,8 @@ def _model(config: Config) -> Iterator[str]:
     for key in ("cp_size", "sp_size"):
         if model.fsdp.options.get(key, 1) != 1:
             yield f"model.fsdp.options.{key} must be 1: context and sequence parallelism are not supported"  # COMPAT-7
+    if getattr(config.sync, "mode", None) == "lora" and not model.lora.enabled:
+        yield "sync.mode=lora sends an adapter, and none is trained: set model=lora, or sync.mode=merged"
     if model.lora.enabled:
         yield from _lora(model.lora)
     on_gpu = config.devices.has_gpu and not run.use_cpu

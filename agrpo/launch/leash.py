@@ -1,9 +1,9 @@
-"""Runs one command in this process group and takes the whole group down when the supervisor dies, even by SIGKILL.
+"""Runs one command and takes its whole process group down when the supervisor dies, even by SIGKILL.
 
     python leash.py COMMAND ...
 
-A server of somebody else's starts processes of its own and asks for no parent-death signal; this process does so for it.
-Ends as the command ends: same exit code, or the same signal.
+What a command starts in turn (a server's engines, a reward's subprocess) asks for no parent-death signal; the group does
+not need it to. SIGTERM is passed on to the command alone. Ends as the command ends: same exit code, or the same signal.
 """
 
 from __future__ import annotations
@@ -18,31 +18,36 @@ PR_SET_PDEATHSIG = 1
 
 
 def main(command: list[str]) -> None:
-    supervisor = os.getppid()
+    supervisor, started = os.getppid(), []
 
     def on_term(number: int, frame: object) -> None:
-        # The group's SIGTERM reaches the command by itself; one sent by the kernel means that the supervisor is gone.
+        # The kernel sends it too, when the supervisor is gone.
         if os.getppid() != supervisor:
             os.killpg(0, signal.SIGKILL)
+        for process in started:
+            process.send_signal(signal.SIGTERM)
 
     signal.signal(signal.SIGTERM, on_term)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    libc = ctypes.CDLL(None)
-    if sys.platform.startswith("linux"):
-        libc.prctl(PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
-        if os.getppid() != supervisor:
-            os.killpg(0, signal.SIGKILL)
+    die_with_parent(signal.SIGTERM)
+    if os.getppid() != supervisor:
+        os.killpg(0, signal.SIGKILL)
 
-    def follow() -> None:
+    def before_command() -> None:
         signal.signal(signal.SIGINT, signal.SIG_DFL)
-        if sys.platform.startswith("linux"):
-            libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+        die_with_parent(signal.SIGKILL)
 
-    code = subprocess.Popen(command, preexec_fn=follow).wait()
+    started.append(subprocess.Popen(command, preexec_fn=before_command))
+    code = started[0].wait()
     if code < 0:
-        signal.signal(-code, signal.SIG_DFL) if -code not in (signal.SIGKILL, signal.SIGSTOP) else None
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
         os.kill(os.getpid(), -code)
-    sys.exit(code)
+    sys.exit(code if code >= 0 else 128 - code)
+
+
+def die_with_parent(number: int) -> None:
+    if sys.platform.startswith("linux"):
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, number, 0, 0, 0)
 
 
 if __name__ == "__main__":

@@ -30,7 +30,10 @@ class Launch:
 
 @dataclass(slots=True)
 class Child:
-    """A started process, in a process group of its own, with its log and its signs of life in the run folder."""
+    """A started process with its log and its signs of life in the run folder.
+
+    `popen` is its leash, which leads a process group of its own, passes SIGTERM on, and ends as the process ends.
+    """
 
     name: str
     popen: subprocess.Popen
@@ -54,14 +57,13 @@ class Child:
         """Code and reason the process left as it ended by itself, None if it could not."""
         return _read_json(self.run_dir / "state" / f"{self.name}.exit.json")
 
-    def signal(self, number: int) -> None:
-        """To the process alone: what it started is its own to end."""
-        with contextlib.suppress(ProcessLookupError):
-            self.popen.send_signal(number)
+    def terminate(self) -> None:
+        """SIGTERM to the process alone: what it started is its own to end."""
+        self.popen.send_signal(signal.SIGTERM)
 
-    def signal_group(self, number: int) -> None:
+    def kill_group(self) -> None:
         with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(self.popen.pid, number)
+            os.killpg(self.popen.pid, signal.SIGKILL)
 
     def last_lines(self, num_lines: int = 15) -> list[str]:
         try:
@@ -79,19 +81,14 @@ def spawn(launch: Launch, run_dir: Path) -> Child:
     environment = {**_environment(), **launch.environment}
     with log_path.open("ab") as log:
         popen = subprocess.Popen(
-            launch.argv,
+            [sys.executable, "-I", "-S", leash.__file__, *launch.argv],
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=subprocess.STDOUT,
-            env={k: v for k, v in environment.items() if v is not None},
+            env=environment,
             start_new_session=True,
         )
     return Child(launch.name, popen, run_dir)
-
-
-def leashed(argv: list[str]) -> list[str]:
-    """The command under a process that ends its whole group when the supervisor dies."""
-    return [sys.executable, "-I", "-S", leash.__file__, *argv]
 
 
 def _environment() -> dict[str, str]:
@@ -119,14 +116,14 @@ def wait_all(children: list[Child], seconds: float) -> bool:
 def stop(children: list[Child], grace_s: float) -> None:
     """SIGTERM, `grace_s` seconds, then SIGKILL to whatever is left of the groups."""
     for child in children:
-        child.signal_group(signal.SIGTERM)
+        child.terminate()
     wait_all(children, grace_s)
     kill(children)
 
 
 def kill(children: list[Child]) -> None:
     for child in children:
-        child.signal_group(signal.SIGKILL)
+        child.kill_group()
     wait_all(children, 5.0)
 
 

@@ -9,7 +9,6 @@ SIGTERM asks the trainers to finish their step and save; a second one kills ever
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import signal
 import threading
@@ -22,11 +21,11 @@ from typing import Any
 
 from agrpo.config import Config
 from agrpo.launch import diagnosis, plan, run_folder
-from agrpo.launch.processes import Child, kill, leashed, spawn, stop, wait_all
+from agrpo.launch.processes import Child, kill, spawn, stop, wait_all
 from agrpo.metrics.console import Console
 
 STARTUP_S = 300.0  # a process may import and load for so long before its first sign of life (ARCH-6)
-TRAINER_GRACE_S = 8.0  # for the step in progress, after a failure
+TRAINER_GRACE_S = 6.0  # for the step in progress, after a failure
 SAVING_GRACE_S = 600.0  # for a checkpoint that is being written
 ROLLOUT_GRACE_S = 15.0  # for in-flight requests and environments at a normal end (ARCH-10)
 SERVER_GRACE_S = 3.0
@@ -97,7 +96,7 @@ class Supervisor:
         launch = self.processes.server
         if launch is not None:
             self.console.phase("server", f"starting on {launch.devices}, log: {self.run_dir}/logs/server.log")
-            self.server = spawn(dataclasses.replace(launch, argv=leashed(launch.argv)), self.run_dir)
+            self.server = spawn(launch, self.run_dir)
         self._await_server()
         for launch in self.processes.trainers:
             self.console.phase(launch.name, f"starting on {launch.devices}")
@@ -204,7 +203,7 @@ class Supervisor:
         self._asked = True
         self.console.phase("stop", "finishing the step and saving; press Ctrl-C again to stop at once without saving")
         for trainer in self.trainers:
-            trainer.signal(signal.SIGTERM)
+            trainer.terminate()
 
     # end
 
@@ -222,7 +221,7 @@ class Supervisor:
         """After a failure: the rollout ends now, trainers may save, the server goes last."""
         for child in self.children:
             if child in self.trainers or child is self.rollout:
-                child.signal(signal.SIGTERM)
+                child.terminate()
         self._await_trainers()
         kill(self.trainers)
         if self.rollout is not None:
@@ -235,7 +234,7 @@ class Supervisor:
         began = time.monotonic()
         while any(t.code is None for t in self.trainers):
             phases = [(t.beat() or {}).get("phase", "") for t in self.trainers if t.code is None]
-            grace = SAVING_GRACE_S if any(p.startswith("saving") for p in phases) else TRAINER_GRACE_S
+            grace = SAVING_GRACE_S if any(p.startswith(("saving", "exporting")) for p in phases) else TRAINER_GRACE_S
             if time.monotonic() - began > grace:
                 return
             time.sleep(0.1)

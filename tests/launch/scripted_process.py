@@ -1,0 +1,89 @@
+"""A process of a run that follows a script instead of training: `python scripted_process.py NAME RUN_DIR SCRIPT PORT`.
+
+Real processes, signs of life, exit records and logs; only the work is left out.
+"""
+
+from __future__ import annotations
+
+import http.server
+import json
+import multiprocessing
+import os
+import signal
+import sys
+import threading
+import time
+from pathlib import Path
+
+from agrpo.errors import ContractError
+from agrpo.lifecycle import Life, run_process, write_atomic
+
+
+def train(run_dir: Path, life: Life, num_steps: int) -> None:
+    """Steps of 0.1 s; SIGTERM ends after the running one, with a checkpoint."""
+    asked = threading.Event()
+    signal.signal(signal.SIGTERM, lambda number, frame: asked.set())
+    step = 0
+    with (run_dir / "metrics.jsonl").open("a") as metrics:
+        while step < num_steps and not asked.is_set():
+            step += 1
+            life.beat("training", step=step)
+            time.sleep(0.1)
+            metrics.write(json.dumps({"step": step, "reward": step / 10, "loss": 0.0}) + "\n")
+            metrics.flush()
+    life.beat("saving a checkpoint")
+    (run_dir / "checkpoints" / f"step-{step}").mkdir(parents=True, exist_ok=True)
+    write_atomic(run_dir / "summary.json", json.dumps({"global_step": step}))
+    (run_dir / "state" / "finish").touch()
+
+
+def roll_out(run_dir: Path, life: Life) -> None:
+    """Beats until the trainer is done; has a child process, as the scorer has."""
+    multiprocessing.get_context("fork").Process(target=time.sleep, args=(600,), daemon=True).start()
+    while not (run_dir / "state" / "finish").exists():
+        life.beat("generating")
+        time.sleep(0.05)
+
+
+def hang(run_dir: Path, life: Life) -> None:
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    life.beat("stuck in a collective")
+    time.sleep(600)
+
+
+def raise_contract(run_dir: Path, life: Life) -> None:
+    life.beat("scoring")
+    raise ContractError("reward pkg.mod.length returned 7 values for 8 completions")
+
+
+def serve(port: int, status: int) -> None:
+    class Handler(http.server.BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(status)
+            self.end_headers()
+
+        def log_message(self, *args: object) -> None:
+            pass
+
+    http.server.HTTPServer(("127.0.0.1", port), Handler).serve_forever()
+
+
+def main(name: str, run_dir: Path, script: str, port: int) -> int:
+    if name == "server":
+        # Like vLLM: a process of its own beside it, no parent-death signal, no exit record.
+        if os.fork() == 0:
+            time.sleep(600)
+        Life(run_dir, name).beat("serving")
+        serve(port, 503 if script == "unhealthy" else 200)
+    bodies = {
+        "train": lambda r, life: train(r, life, 10),
+        "train_on": lambda r, life: train(r, life, 10**6),
+        "roll_out": roll_out,
+        "hang": hang,
+        "contract": raise_contract,
+    }
+    return run_process(name, run_dir, bodies[script])
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1], Path(sys.argv[2]), sys.argv[3], int(sys.argv[4])))

@@ -1,0 +1,181 @@
+"""The supervisor with real processes that follow a script: start, normal end, every kind of death, signals, no orphan."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from agrpo.launch.supervisor import MetricsTail
+
+SUPERVISE = str(Path(__file__).with_name("supervise_scripted.py"))
+ALL = ("server", "trainer0", "trainer1", "rollout")
+LIMIT_S = 15.0
+
+
+class Run:
+    """A supervisor in a process of its own, and the processes that belong to its run folder."""
+
+    def __init__(self, run_dir: Path, scripts: tuple[str, ...], settings: tuple[str, ...] = ()):
+        self.run_dir = run_dir
+        environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
+        self.popen = subprocess.Popen(
+            [sys.executable, SUPERVISE, str(run_dir), *scripts, *settings],
+            stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment,
+        )  # fmt: skip
+
+    def await_phase(self, name: str, phase: str) -> int:
+        """Wait until the process shows this phase; its pid."""
+        path = self.run_dir / "state" / f"{name}.alive.json"
+        for _ in range(600):
+            if path.exists() and (beat := json.loads(path.read_text()))["phase"] == phase:
+                return beat["pid"]
+            assert self.popen.poll() is None, self.popen.communicate()
+            time.sleep(0.05)
+        raise AssertionError(f"{name} never reached {phase}")
+
+    def await_all(self) -> dict[str, int]:
+        phases = {"server": "serving", "trainer0": "training", "trainer1": "training", "rollout": "generating"}
+        return {name: self.await_phase(name, phase) for name, phase in phases.items()}
+
+    def end(self, startup_s: float = 30.0) -> tuple[int, str, str]:
+        """Exit code and output; afterwards no process of the run may be left. Start-up counts where it is not awaited."""
+        out, err = self.popen.communicate(timeout=startup_s + LIMIT_S)
+        assert self.left() == []
+        return self.popen.returncode, out, err
+
+    def left(self) -> list[str]:
+        """Live processes of this run: the run folder is in every command line, and forks inherit it."""
+        found = []
+        for process in psutil.process_iter():
+            try:
+                if str(self.run_dir) in process.cmdline() and process.status() != psutil.STATUS_ZOMBIE:
+                    found.append(" ".join(process.cmdline()))
+            except psutil.Error:
+                continue
+        return found
+
+
+GOOD = ("healthy", "train", "train", "roll_out")
+ENDLESS = ("healthy", "train_on", "train_on", "roll_out")
+
+
+def test_a_run_that_ends_well(tmp_path):
+    code, out, err = Run(tmp_path / "run", GOOD).end()
+    assert code == 0, err
+    assert json.loads((tmp_path / "run" / "summary.json").read_text())["global_step"] == 10
+    for name in ALL:
+        assert (tmp_path / "run" / "logs" / f"{name}.log").exists()
+    assert "healthy after" in out and "step 10" in out
+    versions = json.loads((tmp_path / "run" / "versions.json").read_text())
+    assert versions["python"] == sys.version.split()[0] and versions["torch"]
+    assert oct((tmp_path / "run" / "state" / "runtime.json").stat().st_mode)[-3:] == "600"
+
+
+@pytest.mark.parametrize("victim", ALL)
+def test_kill_of_one_process_ends_the_run_and_names_it(tmp_path, victim):
+    run = Run(tmp_path / "run", ENDLESS)
+    os.kill(run.await_all()[victim], signal.SIGKILL)
+    code, _, err = run.end(startup_s=0)
+    assert f"{victim} was killed by SIGKILL" in err
+    assert code == (4 if victim == "server" else 1)
+    for name in ALL:
+        assert name in err  # the last sign of life of each
+
+
+def test_trainers_save_when_another_process_dies(tmp_path):
+    run = Run(tmp_path / "run", ENDLESS)
+    os.kill(run.await_all()["rollout"], signal.SIGKILL)
+    run.end()
+    assert list((tmp_path / "run" / "checkpoints").iterdir())
+
+
+def test_kill_of_the_supervisor_leaves_no_process(tmp_path):
+    run = Run(tmp_path / "run", ENDLESS)
+    run.await_all()
+    run.popen.kill()
+    run.popen.communicate(timeout=5)
+    deadline = time.monotonic() + LIMIT_S
+    while run.left() and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert run.left() == []
+
+
+def test_an_error_of_user_code_keeps_its_exit_code_and_text(tmp_path):
+    code, _, err = Run(tmp_path / "run", ("healthy", "train_on", "train_on", "contract")).end()
+    assert code == 5
+    assert "rollout ended with exit code 5: reward pkg.mod.length returned 7 values for 8 completions" in err
+
+
+def test_a_hanging_trainer_is_killed(tmp_path):
+    run = Run(tmp_path / "run", ("healthy", "train_on", "hang", "roll_out"))
+    run.await_phase("trainer1", "stuck in a collective")
+    run.await_phase("rollout", "generating")
+    os.kill(run.await_phase("trainer0", "training"), signal.SIGKILL)
+    code, _, err = run.end(startup_s=0)
+    assert code == 1 and "trainer0 was killed by SIGKILL" in err and "'stuck in a collective'" in err
+
+
+def test_silence_beyond_the_limit_is_a_stall_that_names_the_key(tmp_path):
+    run = Run(tmp_path / "run", ("healthy", "train_on", "hang", "roll_out"), ("run.collective_timeout=2",))
+    code, _, err = run.end()
+    assert code == 6
+    assert "trainer1 gave no sign of life" in err and "run.collective_timeout=2" in err
+
+
+def test_a_server_that_never_gets_healthy(tmp_path):
+    code, _, err = Run(tmp_path / "run", ("unhealthy", *GOOD[1:]), ("server.timeout=1.5",)).end()
+    assert code == 4
+    assert "not healthy after 1.5 s (HTTP 503)" in err and "server.timeout" in err
+
+
+def test_first_signal_saves_and_ends_cleanly(tmp_path):
+    run = Run(tmp_path / "run", ENDLESS)
+    run.await_all()
+    run.popen.send_signal(signal.SIGINT)
+    code, out, err = run.end()
+    assert code == 130, err
+    assert list((tmp_path / "run" / "checkpoints").iterdir())
+    assert (tmp_path / "run" / "summary.json").exists()
+
+
+def test_second_signal_ends_at_once(tmp_path):
+    run = Run(tmp_path / "run", ("healthy", "hang", "hang", "roll_out"))
+    run.await_phase("trainer1", "stuck in a collective")
+    run.await_phase("rollout", "generating")
+    run.popen.send_signal(signal.SIGTERM)
+    time.sleep(1.0)
+    assert run.popen.poll() is None
+    began = time.monotonic()
+    run.popen.send_signal(signal.SIGTERM)
+    code, _, _ = run.end()
+    assert code == 143 and time.monotonic() - began < 4
+
+
+def test_a_folder_has_one_run_at_a_time(tmp_path):
+    first = Run(tmp_path / "run", ENDLESS)
+    first.await_all()
+    second = Run(tmp_path / "run", ENDLESS, ("run.resume=auto",)).popen
+    _, err = second.communicate(timeout=LIMIT_S)
+    assert second.returncode == 3 and "another run is active" in err
+    first.popen.send_signal(signal.SIGINT)
+    first.end()
+
+
+def test_metrics_tail_gives_complete_lines_once(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"step": 1}\n')
+    tail = MetricsTail(path)
+    with path.open("a") as file:
+        file.write('{"step": 2}\n{"st')
+        file.flush()
+        assert tail.new_records() == [{"step": 2}]
+        file.write('ep": 3}\n')
+        file.flush()
+        assert tail.new_records() == [{"step": 3}]
+        assert tail.new_records() == []

@@ -1,0 +1,278 @@
+"""Composition, reading and the rules: every YAML has its class's keys, every fault is one line that names key and value."""
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+import yaml
+
+from agrpo.config import build, check, compose, detect, load, read, save, to_tree
+from agrpo.config.build import GROUPS, locate, read_section
+from agrpo.config.choices import conf_dir, options
+from agrpo.config.devices import Devices, Gpu, _visible
+from agrpo.config.hints import KEYS, REASONS, answer
+from agrpo.config.model_folder import shape_of
+from agrpo.errors import ConfigError
+from agrpo.schema import setting
+from agrpo.sections import Checkpoint, Logger, Model, Optimizer, Rollout, Run
+
+CONF = conf_dir()
+SECTIONS = {"model": Model, "optimizer": Optimizer, "logger": Logger}
+COMPONENT_FILES = sorted(p for g in GROUPS for p in (CONF / g).glob("*.yaml"))
+SECTION_FILES = sorted(p for g in SECTIONS for p in (CONF / g).glob("*.yaml"))
+# A complete configuration that needs no file, no network and no GPU.
+SMALL = [
+    "model.path=owner/some-model", "data=hub", "data.path=owner/some-data", "server=embedded",
+    "scorer.functions=[agrpo.scorer.rewards.accuracy_reward]", "run.output_dir=/tmp/agrpo-test-never-made",
+]  # fmt: skip
+GPUS = Devices(tuple(Gpu(str(i), "test GPU", 81920, 9.0) for i in range(4)))
+
+
+def problems(*overrides: str, devices: Devices = Devices()) -> list[str]:
+    try:
+        check(compose([*SMALL, *overrides]), devices)
+    except ConfigError as error:
+        return error.problems
+    return []
+
+
+def id_of(path: Path) -> str:
+    return f"{path.parent.name}/{path.stem}"
+
+
+@pytest.mark.parametrize("path", COMPONENT_FILES, ids=id_of)
+def test_a_component_file_has_exactly_the_fields_and_defaults_of_its_class(path):
+    node = yaml.safe_load(path.read_text())
+    cls = locate(node.pop("_target_"))
+    assert cls.__module__.startswith(f"agrpo.{'serve' if path.parent.name == 'server' else path.parent.name}")
+    _has_exactly_the_fields(node, cls)
+
+
+@pytest.mark.parametrize("path", SECTION_FILES, ids=id_of)
+def test_a_section_file_has_exactly_the_fields_of_its_section(path):
+    node = yaml.safe_load(path.read_text())
+    cls = SECTIONS[path.parent.name]
+    assert set(node) == {f.name for f in dataclasses.fields(cls)}
+
+
+@pytest.mark.parametrize(("name", "cls"), [("run", Run), ("rollout", Rollout), ("checkpoint", Checkpoint)])
+def test_the_root_file_has_exactly_the_fields_and_defaults_of_each_fixed_section(name, cls):
+    node = yaml.safe_load((CONF / "train.yaml").read_text())[name]
+    node.pop("output_dir", None)
+    _has_exactly_the_fields(node, cls, but=("output_dir",))
+
+
+def _has_exactly_the_fields(node: dict, cls: type, but: tuple[str, ...] = ()) -> None:
+    fields = {f.name: f for f in dataclasses.fields(cls) if f.name not in but}
+    assert set(node) == set(fields)
+    given = {k: v for k, v in node.items() if v != "???"}
+    for name, value in given.items():
+        result, found = read_section({name: value}, cls, "x")
+        assert not [line for line in found if f"x.{name}" in line], found
+        field = fields[name]
+        default = field.default if field.default is not dataclasses.MISSING else field.default_factory()
+        if result is not None:
+            assert getattr(result, name) == default, name
+
+
+@pytest.mark.parametrize("path", COMPONENT_FILES + SECTION_FILES + [CONF / "train.yaml"], ids=id_of)
+def test_every_key_is_commented_in_its_file(path):
+    for line in path.read_text().splitlines():
+        if line.strip() and not line.lstrip().startswith(("#", "_target_", "- ", "defaults:", "hydra:")) and line[-1] != ":":
+            assert "#" in line or path.name == "train.yaml" and line.startswith("    "), line
+
+
+@pytest.mark.parametrize("group", [g for g in GROUPS if g not in ("data", "server")])
+def test_every_option_composes_and_builds(group):
+    for name in options(group):
+        if name != "nccl":
+            assert problems(f"{group}={name}") == [], name
+
+
+def test_the_default_configuration_passes_and_survives_the_way_to_disk(tmp_path):
+    config, _ = check(compose([*SMALL, f"run.output_dir={tmp_path}", "checkpoint.hub.token=secret"]), detect())
+    save(config, tmp_path, ["a=1", "checkpoint.hub.token=secret"])
+    again = load(tmp_path)
+    assert to_tree(again) == to_tree(config)
+    assert again.loss == config.loss and again.optimizer.learning_rate == 1e-6
+    assert "secret" not in (tmp_path / "config.yaml").read_text()
+
+
+@pytest.mark.parametrize(
+    ("override", "line"),
+    [
+        ("loss.epsilom=0.1", "loss.epsilom is not a key; did you mean loss.epsilon?"),
+        ("run.max_steps=-5", "run.max_steps must be >= 1, got -5"),
+        ("run.max_steps=1.5", "run.max_steps must be an integer or null, got 1.5"),
+        ("run.use_cpu=1", "run.use_cpu must be true or false, got 1"),
+        ("run.seed=true", "run.seed must be an integer, got True"),
+        ("optimizer.learning_rate=fast", "optimizer.learning_rate must be a number, got 'fast'"),
+        ("optimizer.learning_rate=-1", "optimizer.learning_rate must be >= 0, got -1.0"),
+        ("model.precision=bf8", "model.precision must be one of bf16, fp16, no, got 'bf8'"),
+        ("rollout.concurrency.poll_interval=0", "rollout.concurrency.poll_interval must be > 0, got 0.0"),
+        ("rollout.concurrency.pollinterval=0", "rollout.concurrency.pollinterval is not a key; did you mean rollout.concurrency.poll_interval?"),
+        ("checkpoint.save_steps=0", "checkpoint.save_steps must be >= 1, got 0"),
+        ("sampler.temperature=0", "sampler.temperature must be >= 0.01, got 0.0"),
+        ("loss.epsilon=1.5", "loss.epsilon must be in (0, 1), got 1.5"),
+        ("num_generations=8", "num_generations is not a key of agrpo; use rollout.group_size=8"),
+        ("run.callbacks=x", "run.callbacks must be a list, got 'x'"),
+        ("model.path=null", "model.path is required: Hub id, or a folder written by save_pretrained; give model.path=VALUE"),
+        ("loss._target_=agrpo.loss.grpo.Nope", None),
+        ("loss._target_=nodots", None),
+        ("packer._target_=agrpo.loss.grpo.Grpo", None),
+    ],
+)
+def test_one_fault_is_one_line(override, line):
+    found = problems(override)
+    assert len(found) == 1
+    assert line is None or found == [line]
+    assert override.split("=")[0].removeprefix("+") in found[0]
+
+
+def test_all_faults_are_reported_together():
+    found = problems("loss.epsilom=0.1", "run.max_steps=-5", "beta=0.1", "foo=1", "optimizer.adam_beta1=1")
+    assert len(found) == 5
+
+
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        (["rollout.group_size=1"], ["rollout.group_size"]),
+        (["optimizer.lr_scheduler_type=linear"], ["optimizer.lr_scheduler_type=linear", "run.max_steps"]),
+        (["optimizer.lr_scheduler_type=wavy"], ["'wavy'", "cosine"]),
+        (["optimizer.warmup_steps=0.1"], ["optimizer.warmup_steps=0.1", "run.max_steps"]),
+        (["optimizer.name=adamx"], ["'adamx'", "adamw_torch_fused"]),
+        (["sampler.top_p=0.9"], ["sampler.top_p", "top_k"]),
+        (["packer.token_budget=100"], ["packer.token_budget", "2048"]),
+        (["checkpoint.hub.push=end"], ["checkpoint.hub.model_id=owner/name"]),
+        (["checkpoint.hub.model_id=plain"], ["owner/name", "'plain'"]),
+        (["rollout.dump_to_file=true", "rollout.fileroot=null"], ["rollout.fileroot"]),
+        (["run.num_processes=2", "model.fsdp.enabled=false"], ["model.fsdp.enabled=false", "run.num_processes=1"]),
+        (["model.fsdp.options={cp_size: 2}"], ["cp_size"]),
+        (["model.lora.target_modules=[q_proj,lm_head]", "model=lora"], ["lm_head"]),
+        (["sync=nccl"], ["sync=nccl needs a GPU", "gloo"]),
+        (["server=vllm"], ["server=vllm needs a GPU", "server=embedded"]),
+        (["server=external", "server.base_url=localhost:8000"], ["server.base_url", "http"]),
+        (["model.precision=fp16"], ["model.precision=fp16 needs a GPU"]),
+        (["model.attention_backend=fa3"], ["model.attention_backend=fa3 needs a GPU"]),
+        (["model.path=/no/such/folder"], ["model.path", "/no/such/folder does not exist"]),
+        (["run.resume=/no/such/checkpoint"], ["run.resume", "auto"]),
+        (["run.output_dir=/proc/run"], ["run.output_dir", "cannot be written"]),
+        (["run.output_dir=/etc/passwd/run"], ["run.output_dir", "/etc/passwd is a file"]),
+        (["run.devices={trainer: [0], server: [0]}"], ["run.devices"]),
+        (["scorer.functions=[]"], ["scorer.functions"]),
+        (["scorer.functions=[no.such.reward]"], ["scorer.functions", "no.such.reward"]),
+        (["data=none", "env.factory=null"], ["run.max_steps"]),
+        (["sync.mode=lora"], ["sync.mode", "lora"]),
+    ],
+)
+def test_rules_between_keys_name_key_and_remedy(overrides, words):
+    overrides = [*overrides, *(["~data.path"] if "data=none" in overrides else [])]
+    found = "\n".join(problems(*overrides))
+    assert all(word in found for word in words), found
+
+
+def test_values_that_are_read_kindly():
+    assert problems("run.max_steps=-1") == problems("run.max_steps=0") == []
+    config, _ = check(compose([*SMALL, "run.max_steps=-1", "rollout.group_size=4.0", "optimizer.learning_rate=1e-5"]), Devices())
+    assert config.run.max_steps is None and config.rollout.group_size == 4
+    assert config.optimizer.learning_rate == 1e-5
+
+
+def test_a_model_folder_without_weights_is_refused(tmp_path):
+    (tmp_path / "config.json").write_text('{"model_type": "qwen3"}')
+    assert problems(f"model.path={tmp_path}") == [
+        f"model.path: folder {tmp_path} has no weights (*.safetensors); give a folder written by save_pretrained"
+    ]
+
+
+def test_a_finished_run_is_not_overwritten(tmp_path):
+    (tmp_path / "metrics.jsonl").write_text("{}\n")
+    assert "run.resume=auto" in problems(f"run.output_dir={tmp_path}")[0]
+    assert problems(f"run.output_dir={tmp_path}", "run.resume=auto") == []
+
+
+@pytest.mark.parametrize(
+    "name",
+    "use_vllm vllm_mode per_device_train_batch_size beta use_liger_kernel deepspeed torch_compile remove_unused_columns "
+    "ignore_data_skip repetition_penalty stop eval_steps label_smoothing_factor cp_size reward_weights".split(),
+)
+def test_options_without_a_key_are_answered_with_the_reason(name):
+    for key in (name, f"sampler.{name}"):
+        found = problems(f"{key}=1")
+        assert len(found) == 1 and found[0].startswith(f"{key} has no key in agrpo: ")
+
+
+def test_every_hint_leads_to_a_key_that_exists():
+    tree = compose([*SMALL, "server=external", "loss=grpo"])
+    for name, here in KEYS.items():
+        if here.startswith(("the group ", "loss=")):
+            continue
+        node = tree
+        for part in here.split(" ")[0].split("=")[0].split("."):
+            assert part in node, (name, here)
+            node = node[part]
+    assert answer("no_such_option") is None
+    assert not {n for names in REASONS for n in names.split()} & set(KEYS)
+
+
+def test_devices_are_split_disjointly():
+    run = read(compose(SMALL)).run
+    assert GPUS.split(run, server_wants_gpu=True) == {"trainer": [2, 3], "server": [0, 1]}
+    assert GPUS.split(run, server_wants_gpu=False) == {"trainer": [0, 1, 2, 3], "server": []}
+    three = dataclasses.replace(run, num_processes=3)
+    assert GPUS.split(three, server_wants_gpu=True) == {"trainer": [1, 2, 3], "server": [0]}
+    assert Devices().split(run, True) == {"trainer": [], "server": []}
+    given = dataclasses.replace(run, devices={"trainer": [0], "server": [3]})
+    assert GPUS.split(given, True) == {"trainer": [0], "server": [3]}
+
+
+def test_visible_devices_follow_the_drivers_rules():
+    gpus = [("GPU-aaaa11", GPUS.gpus[0]), ("GPU-bbbb22", GPUS.gpus[1]), ("GPU-cccc33", GPUS.gpus[2])]
+    assert [g.visible_id for _, g in _visible(gpus, "2,0")] == ["2", "0"]
+    assert [g.visible_id for _, g in _visible(gpus, "GPU-bbbb22")] == ["1"]
+    assert _visible(gpus, "") == [] and len(_visible(gpus, "0,9,1")) == 1
+
+
+def test_size_of_a_model_from_its_config_and_from_its_name(tmp_path):
+    (tmp_path / "config.json").write_text(
+        '{"hidden_size": 8, "num_hidden_layers": 3, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 5,'
+        ' "vocab_size": 11, "intermediate_size": 7, "tie_word_embeddings": true}'
+    )
+    # per layer: q and o 8 x 10 each, k and v 8 x 5 each, three 8 x 7 matrices, two norms of 8; embedding 11 x 8; last norm
+    assert shape_of(str(tmp_path)).num_parameters == 3 * (2 * 80 + 2 * 40 + 3 * 56 + 16) + 88 + 8
+    assert shape_of("nobody/Some-Model-0.6B").num_parameters == 600_000_000
+    assert shape_of("nobody/SmolThing-135M-Instruct").num_parameters == 135_000_000
+    assert shape_of("nobody/plain") is None
+
+
+def test_a_users_own_component_is_built_from_its_path(tmp_path, monkeypatch):
+    (tmp_path / "my_losses.py").write_text(
+        "from dataclasses import dataclass\n"
+        "@dataclass(frozen=True, kw_only=True)\n"
+        "class Mine:\n"
+        "    scale: float = 1.0\n"
+        "    def __call__(self, terms): return terms\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    assert build({"_target_": "my_losses.Mine", "scale": "2e-1"}, "loss").scale == 0.2
+    with pytest.raises(ConfigError, match="loss.scales is not a key; did you mean loss.scale?"):
+        build({"_target_": "my_losses.Mine", "scales": 1}, "loss")
+
+
+
+def test_containers_and_unions_are_checked():
+    @dataclasses.dataclass(frozen=True, kw_only=True)
+    class Example:
+        ids: list[int] = setting(factory=list)
+        names: dict[str, float] = setting(factory=dict)
+        pair: tuple[float, float] | None = setting(None)
+        modules: str | list[str] = setting("all")
+
+    def found(**node):
+        return read_section(node, Example, "x")[1]
+
+    assert found(ids=[1, 2.0], names={"a": "1e3"}, pair=[0, 1], modules=["a"]) == []
+    assert found(ids=[1, "b"]) == ["x.ids[1] must be an integer, got 'b'"]
+    assert found(names={"a": None}) == ["x.names.a must be a number, got null"]
+    assert found(pair=[1]) and found(modules={"a": 1})
