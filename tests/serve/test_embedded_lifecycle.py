@@ -10,7 +10,7 @@ from urllib.parse import urlsplit
 
 import pytest
 import torch
-from conftest import Background, assert_logprobs, call, generate, make_model, metric, prompt_of, together, wait_until
+from serving import Background, assert_logprobs, call, generate, make_model, metric, prompt_of, together, wait_until
 
 from agrpo.serve.embedded import EmbeddedServer
 

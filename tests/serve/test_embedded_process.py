@@ -11,7 +11,7 @@ from types import SimpleNamespace
 
 import pytest
 import yaml
-from conftest import call, generate, wait_until
+from serving import call, generate, wait_until
 
 from agrpo.config import compose, read, save
 from agrpo.launch.processes import free_ports

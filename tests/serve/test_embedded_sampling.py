@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 import torch
-from conftest import EOS, assert_logprobs, call, generate, prompt_of, together
+from serving import EOS, assert_logprobs, call, generate, prompt_of, together
 
 from agrpo.serve.embedded import EmbeddedServer
 from agrpo.serve.sampling import SamplingParams, draw, uniforms

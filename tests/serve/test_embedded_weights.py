@@ -4,8 +4,8 @@ import json
 
 import pytest
 import torch
-from conftest import assert_logprobs, call, generate, prompt_of, together
 from safetensors.torch import load_file, save_file
+from serving import assert_logprobs, call, generate, prompt_of, together
 
 PROMPT = prompt_of(3, 11)
 
