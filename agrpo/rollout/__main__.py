@@ -38,6 +38,7 @@ async def run(config: Any, run_dir: Path, life: Life) -> None:
     from agrpo import wire
     from agrpo.lifecycle import Runtime
     from agrpo.metrics.window import Window
+    from agrpo.rollout.completions import CompletionLog
     from agrpo.rollout.loop import Policy
 
     runtime = Runtime.load(run_dir)
@@ -65,7 +66,10 @@ async def run(config: Any, run_dir: Path, life: Life) -> None:
         )
         stack.push_async_callback(client.close)
         player = config.env.open(tokenizer, config.sampler, client.max_model_len, eos_ids)
-        loop = await build_loop(config, rows, player, client, scorer, link, policy, window, life)
+        completions = CompletionLog(run_dir / "completions.jsonl") if config.logger.log_completions else None
+        if completions is not None:
+            stack.callback(completions.close)
+        loop = await build_loop(config, rows, player, client, scorer, link, policy, window, life, completions)
         await loop.run()
 
 
@@ -96,6 +100,7 @@ async def build_loop(
     policy: Any,
     window: Any,
     life: Any,
+    completions: Any = None,
 ) -> Any:
     """The producing loop with every part it works with."""
     from agrpo.config import locate
@@ -131,6 +136,7 @@ async def build_loop(
             config.scorer.max_concurrent_groups,
             locate(settings.accept_fn) if settings.accept_fn else None,
             window,
+            completions,
         ),
         slots=Slots(player, client, places, failures, settings.on_error == "abort"),
         places=places,

@@ -17,6 +17,7 @@ import numpy as np
 from agrpo.env.stitch import stitch
 from agrpo.errors import AgrpoError, ContractError
 from agrpo.rollout import report
+from agrpo.rollout.completions import CompletionLog
 from agrpo.rollout.concurrency import Places
 from agrpo.types import Group, ReadyGroup
 
@@ -44,7 +45,9 @@ class Judge:
         max_concurrent_groups: int,
         accept: Callable[[Group], Any] | None,
         window: Any,
+        completions: CompletionLog | None = None,
     ):
+        self._completions = completions
         self._scorer, self._advantage, self._settings, self._window = scorer, advantage, settings, window
         self._max_completion_length, self._accept = max_completion_length, accept
         self._queue_size = queue_size
@@ -61,6 +64,8 @@ class Judge:
         # Decided on the rewards, never on the advantages: no advantage function can save a group without signal (ADV-6).
         reason = self._advantage.drop_reason(rewards)
         report.record_scored(self._window, scored, self._advantage.has_signal(rewards), reason is not None)
+        if self._completions is not None:
+            self._completions.write(scored, advantages, reason)
         if reason is not None:
             raise Dropped(reason)
         await self._check_accepted(scored)

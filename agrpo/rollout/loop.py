@@ -85,8 +85,10 @@ class Loop:
             done, _ = await asyncio.wait([*jobs, self._broken], return_when=asyncio.FIRST_COMPLETED)
             for job in done:
                 job.result()
+        except ConnectionError as error:  # only the wire raises it: the client's are failures of one rollout
+            raise wire.WireError("the trainer closed the connection") from error
         finally:
-            tasks = [*jobs, *self._tasks]
+            tasks = [*jobs, *self._tasks, self._broken]
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)

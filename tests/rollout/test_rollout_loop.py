@@ -3,7 +3,6 @@
 import asyncio
 import dataclasses
 import secrets
-import time
 
 import numpy as np
 import pytest
@@ -330,9 +329,7 @@ def test_a_full_score_queue_holds_generation_and_groups_are_scored_side_by_side(
 
     trainer = produce(url, tmp_path, scenario, score_s=0.4, queue_size=1, max_concurrent_groups=1, cap=2 * G)
     assert trainer.window.get("rollout/score_block_s") > 0 and trainer.scorer.num_most == 1
-    began = time.monotonic()
-    trainer = produce(url, tmp_path, done(9), score_s=0.3, max_concurrent_groups=8)
-    assert trainer.scorer.num_most == 8 and time.monotonic() - began < 1.8
+    assert produce(url, tmp_path, done(9), score_s=0.3, max_concurrent_groups=8).scorer.num_most == 8
 
 
 def test_evaluations_run_at_the_start_and_when_asked_and_report_one_version(url, tmp_path):

@@ -51,6 +51,7 @@ def make_run(folder, url, port, key):
         "loss": {"_target_": "agrpo.loss.score_centering.ScoreCentering"},
         "sync": {"_target_": "agrpo.sync.disk.Disk"},
         "server": {"_target_": "agrpo.serve.external.External", "base_url": url},
+        "logger": {"log_completions": True},
         "eval": {"heldout": {"_target_": "agrpo.eval.Evaluation", "data": data, "max_prompts": 2}},
     }
     (folder / "config.yaml").write_text(yaml.safe_dump(tree))
@@ -111,6 +112,11 @@ def test_a_run_from_configuration_to_finish(started):
     assert report(url)["seen"][0]["sampling_params"]["logprobs"] == 2
     assert [e.name for e in trainer.evals] == ["heldout"] and trainer.evals[0].result["rollouts_count"] == 2
     assert exit_record(folder)["code"] == 0
+    lines = [json.loads(line) for line in (folder / "completions.jsonl").read_text().splitlines()]
+    mine = [line for line in lines if line["group"] == group.group_id]
+    assert [line["rewards"]["first_id"] for line in mine] == group.rewards.tolist()
+    assert [line["advantage"] for line in mine] == [s.advantage for s in group.samples]
+    assert mine[0]["completion"][0]["role"] == "assistant" and mine[0]["prompt"][0]["content"].endswith(" w7")
 
 
 def test_a_hopeless_run_ends_with_the_servers_own_words(started):
