@@ -53,12 +53,16 @@ def text_answer(answer: dict) -> dict:
 class Stub:
     """The server's state: bodies to give, faults still to commit (the last one for ever if it ends in !), requests seen."""
 
-    def __init__(self, tokens: int, heads: int, bodies: int, token_endpoint: bool, mask: int):
+    def __init__(self, tokens: int, heads: int, bodies: int, token_endpoint: bool, mask: int, versions: bool = True):
         answers = [token_answer(tokens, heads, seed, mask=mask) for seed in range(bodies)]
+        if not versions:
+            for answer in answers:
+                answer["choices"][0]["weight_versions"] = None
         self.bodies = [json.dumps(a).encode() for a in answers]
         self.texts = [json.dumps(text_answer(a)).encode() for a in answers]
         self.token_endpoint, self.faults, self.seen, self.metrics = token_endpoint, [], [], None
         self.num_requests, self.num_in_flight, self.max_in_flight, self.delay_s = 0, 0, 0, 0.0
+        self.tokens, self.tokens_per_s, self.free_at = tokens, 0.0, 0.0  # a rate above 0 is that of all requests together
 
     def app(self) -> web.Application:
         app = web.Application(client_max_size=1 << 26)
@@ -109,6 +113,10 @@ class Stub:
             self.faults.pop(0)
         if self.delay_s:
             await asyncio.sleep(self.delay_s)
+        if self.tokens_per_s:
+            now = asyncio.get_running_loop().time()
+            self.free_at = max(self.free_at, now) + self.tokens / self.tokens_per_s
+            await asyncio.sleep(self.free_at - now)
         if fault is None:
             return web.Response(body=answer, content_type="application/json")
         return await self.misbehave(fault, request, answer)
@@ -166,7 +174,7 @@ def report(url: str) -> dict:
 
 
 async def serve(options: argparse.Namespace) -> None:
-    stub = Stub(options.tokens, options.heads, options.bodies, bool(options.token_endpoint), options.mask)
+    stub = Stub(options.tokens, options.heads, options.bodies, bool(options.token_endpoint), options.mask, bool(options.versions))
     runner = web.AppRunner(stub.app(), access_log=None)
     await runner.setup()
     site = web.TCPSite(runner, "127.0.0.1", 0)
@@ -182,4 +190,5 @@ if __name__ == "__main__":
     parser.add_argument("--bodies", type=int, default=5)
     parser.add_argument("--token-endpoint", type=int, default=1)
     parser.add_argument("--mask", type=int, default=0)
+    parser.add_argument("--versions", type=int, default=1)
     asyncio.run(serve(parser.parse_args()))

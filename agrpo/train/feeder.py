@@ -65,6 +65,10 @@ class Feeder:
         threading.Thread(target=self._plan, name="planner", daemon=True).start()
         self._listener = wire.Listener(host, port, key, self._start_state, self._receive)
 
+    @property
+    def port(self) -> int:
+        return self._listener.port
+
     def next_step(self, timeout_s: float) -> Step | None:
         """The next planned step, or None if none was ready in time. Raises what a thread raised."""
         self._check()

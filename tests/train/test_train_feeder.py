@@ -69,7 +69,7 @@ class RolloutEnd:
     def __init__(self, feeder):
         self.loop = asyncio.new_event_loop()
         threading.Thread(target=self.loop.run_forever, daemon=True).start()
-        self.link = self.run(wire.connect("127.0.0.1", feeder._listener.port, KEY))
+        self.link = self.run(wire.connect("127.0.0.1", feeder.port, KEY))
         self.credit, self.versions = None, []
         asyncio.run_coroutine_threadsafe(self.listen(), self.loop)
 
