@@ -14,6 +14,9 @@ import json
 import random
 import re
 import shutil
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -41,7 +44,8 @@ def save(folder: Path, model: torch.nn.Module, updater: Updater | None, files: d
         shutil.rmtree(beside, ignore_errors=True)
         beside.mkdir(parents=True)
     _barrier()
-    dcp.save(_state(model, updater), checkpoint_id=beside / "shards", no_dist=not dist.is_initialized())
+    with _alone_is_intended():
+        dcp.save(_state(model, updater), checkpoint_id=beside / "shards", no_dist=not dist.is_initialized())
     torch.save(_rng_state(), beside / f"rng-{rank}.pt")
     if rank == 0:
         own = {} if updater is None else {"updater.json": updater.state_dict()}
@@ -67,7 +71,8 @@ def load(folder: Path, model: torch.nn.Module, updater: Updater) -> dict[str, An
     if not (folder / "updater.json").exists():
         raise ConfigError(f"run.resume: {folder} was saved with checkpoint.save_only_model=true and cannot be resumed")
     state = _state(model, updater)
-    dcp.load(state, checkpoint_id=folder / "shards", no_dist=not dist.is_initialized())
+    with _alone_is_intended():
+        dcp.load(state, checkpoint_id=folder / "shards", no_dist=not dist.is_initialized())
     dcp_state.set_state_dict(
         model, updater.optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"]
     )
@@ -144,6 +149,14 @@ def _state(model: torch.nn.Module, updater: Updater | None) -> dict[str, Any]:
         return {"model": dcp_state.get_model_state_dict(model)}
     weights, optimizer = dcp_state.get_state_dict(model, updater.optimizer)
     return {"model": weights, "optimizer": optimizer}
+
+
+@contextmanager
+def _alone_is_intended() -> Iterator[None]:
+    """Without the library's warning that one process saves or loads alone."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+        yield
 
 
 def _rng_state() -> dict[str, Any]:

@@ -1,0 +1,68 @@
+"""One rank of a sharded run on CPU: python model_rank.py FOLDER RANK WORLD_SIZE; writes what rank 0 saw to FOLDER.
+
+Two rows a step: one per rank, or both on the one rank. The second row of the second step has no loss term.
+"""
+
+import sys
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from model_build import group, make_row, make_sample
+
+from agrpo.loss.score_centering import ScoreCentering
+from agrpo.model import checkpoint
+from agrpo.model.load import load_model
+from agrpo.model.optim import Updater
+from agrpo.model.shard import checkpoint_names, full_tensors, gathered, open_mesh, parameters_by_name, shard
+from agrpo.model.terms import DeviceRow, token_terms
+from agrpo.sections import Fsdp, Model, Optimizer
+
+
+class NoTokenizer:
+    """Export writes the model alone."""
+
+    def save_pretrained(self, path):
+        pass
+
+
+def steps_of_rows():
+    first = [make_row(group(1, [7, 11, 13])), make_row([*group(2, [5, 3]), *group(3, [9, 4], group_id=1)])]
+    second = [make_row(group(4, [5, 6])), make_row([make_sample([5, 6, 7, 8], 0)])]
+    return [first, second]
+
+
+def main(folder: Path, rank: int, world_size: int) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", f"file://{folder}/store{world_size}", timedelta(seconds=60), world_size, rank)
+    section = Model(path=str(folder / "model"), precision=(folder / "precision").read_text(), fsdp=Fsdp(enabled=True))
+    model = load_model(section, "cpu")
+    shard(model, section, open_mesh(section, "cpu"))
+    updater = Updater(model, Optimizer(learning_rate=1e-2, max_grad_norm=0.05, weight_decay=0.1), None)
+    seen = {"losses": [], "norms": [], "grads": {}}
+    for rows in steps_of_rows():
+        total = sum(r.num_trained_tokens for r in rows)
+        step_loss = torch.zeros(())
+        for row in rows[rank::world_size]:
+            terms = token_terms(model, DeviceRow.of(row, "cpu"), 0.7, want_head=True)
+            loss = ScoreCentering()(terms).sum() / total
+            updater.backward(loss)
+            step_loss += loss.detach()
+        dist.all_reduce(step_loss)
+        if not seen["grads"]:
+            seen["grads"] = {n: gathered(p.grad).clone() for n, p in parameters_by_name(model)}
+            seen["dtypes"] = {str(p.dtype) for p in model.parameters()}
+        seen["losses"].append(step_loss.item())
+        seen["norms"].append(updater.step().grad_norm)
+    seen["names"] = checkpoint_names(model)
+    seen["weights"] = {n: t.clone() for n, t in full_tensors(model)}
+    checkpoint.save(folder / f"checkpoints{world_size}" / "step-000002", model, updater, {"trainer.json": {"step": 2}})
+    checkpoint.export(model, NoTokenizer(), folder / f"exported{world_size}", checkpoint.export_dtype(section))
+    if rank == 0:
+        torch.save(seen, folder / f"seen{world_size}.pt")
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]))

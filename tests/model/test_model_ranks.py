@@ -1,0 +1,149 @@
+"""Sharding changes nothing: 2 ranks against 1 and against no sharding at all, and checkpoints over a change of ranks."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from model_build import make_model
+from model_rank import NoTokenizer, steps_of_rows
+from transformers import AutoModelForCausalLM
+
+from agrpo.loss.score_centering import ScoreCentering
+from agrpo.model import checkpoint
+from agrpo.model.load import load_model
+from agrpo.model.optim import Updater
+from agrpo.model.shard import full_tensors, shard
+from agrpo.model.terms import DeviceRow, token_terms
+from agrpo.sections import Model, Optimizer
+
+HERE = Path(__file__).parent
+OPTIMIZER = Optimizer(learning_rate=1e-2, max_grad_norm=0.05, weight_decay=0.1)
+
+
+def _run_ranks(folder: Path, world_size: int) -> dict:
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(HERE), str(HERE.parents[1])]), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, str(HERE / "model_rank.py"), str(folder)]
+    ranks = [
+        subprocess.Popen([*command, str(r), str(world_size)], env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+        for r in range(world_size)
+    ]
+    try:
+        for rank in ranks:
+            output = rank.communicate(timeout=240)[0].decode()
+            assert rank.returncode == 0, output
+    finally:
+        for rank in ranks:
+            rank.kill()
+    return torch.load(folder / f"seen{world_size}.pt", weights_only=False)
+
+
+def _folder(tmp_path: Path, family: str, precision: str) -> Path:
+    make_model(family, "eager").save_pretrained(tmp_path / "model")
+    (tmp_path / "precision").write_text(precision)
+    return tmp_path
+
+
+def _same(got: dict, expected: dict, tolerance: float) -> None:
+    assert got.keys() == expected.keys()
+    for name, reference in expected.items():
+        assert float((got[name] - reference).norm()) <= tolerance * max(float(reference.norm()), 1e-3), name
+
+
+@pytest.fixture(scope="module")
+def tied(tmp_path_factory):
+    """The tied family at full precision on 2 ranks and on 1."""
+    folder = _folder(tmp_path_factory.mktemp("tied"), "llama", "no")
+    return folder, _run_ranks(folder, 1), _run_ranks(folder, 2)
+
+
+def test_two_ranks_equal_one(tied):
+    _, one, two = tied
+    assert two["losses"] == pytest.approx(one["losses"], rel=1e-4)
+    assert two["norms"] == pytest.approx(one["norms"], rel=1e-4)
+    _same(two["grads"], one["grads"], 1e-4)
+    _same(two["weights"], one["weights"], 1e-4)
+
+
+def test_one_rank_equals_no_sharding(tied):
+    folder, one, _ = tied
+    section = Model(path=str(folder / "model"), precision="no")
+    model = load_model(section, "cpu")
+    shard(model, section, None)
+    updater, losses = Updater(model, OPTIMIZER, None), []
+    for rows in steps_of_rows():
+        total, losses = sum(r.num_trained_tokens for r in rows), [*losses, 0.0]
+        for row in rows:
+            terms = token_terms(model, DeviceRow.of(row, "cpu"), 0.7, want_head=True)
+            loss = ScoreCentering()(terms).sum() / total
+            updater.backward(loss)
+            losses[-1] += loss.item()
+        updater.step()
+    assert losses == pytest.approx(one["losses"], rel=1e-5)
+    _same(dict(full_tensors(model)), one["weights"], 1e-5)
+
+
+def test_names_are_those_of_the_checkpoint_and_tied_weights_come_once(tied):
+    folder, _, two = tied
+    stored = AutoModelForCausalLM.from_pretrained(folder / "model").state_dict()
+    assert two["names"] == list(two["weights"])
+    assert set(two["names"]) == set(stored) - {"lm_head.weight"}
+    assert all(two["weights"][n].shape == stored[n].shape for n in two["names"])
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_checkpoints_load_without_sharding_and_go_on_alike(tied, world_size):
+    folder, one, _ = tied
+    section = Model(path=str(folder / "model"), precision="no")
+    model = load_model(section, "cpu")
+    updater = Updater(model, OPTIMIZER, None)
+    files = checkpoint.load(folder / f"checkpoints{world_size}" / "step-000002", model, updater)
+    assert files == {"trainer.json": {"step": 2}}
+    _same(dict(full_tensors(model)), one["weights"], 1e-4)
+    state = updater.optimizer.state[updater.parameters[0]]
+    assert float(state["step"]) == 2
+    assert float(state["exp_avg_sq"].sum()) > 0
+
+
+def test_export_loads(tied):
+    folder, _, two = tied
+    loaded = AutoModelForCausalLM.from_pretrained(folder / "exported2")
+    assert loaded.dtype is torch.float32
+    _same({n: p.detach() for n, p in loaded.named_parameters()}, two["weights"], 0.0)
+
+
+def test_mixed_precision_keeps_float32_masters_and_exports_bfloat16(tmp_path):
+    folder = _folder(tmp_path, "qwen3", "bf16")
+    two = _run_ranks(folder, 2)
+    assert two["dtypes"] == {"torch.float32"}
+    assert two["grads"]["lm_head.weight"].dtype is torch.float32
+    loaded = AutoModelForCausalLM.from_pretrained(folder / "exported2")
+    assert loaded.dtype is torch.bfloat16
+    _same({n: p.detach() for n, p in loaded.named_parameters()}, {n: t.bfloat16() for n, t in two["weights"].items()}, 0.0)
+    # A sharded bf16 step is the unsharded autocast step up to bf16 rounding.
+    section = Model(path=str(folder / "model"), precision="bf16")
+    model = load_model(section, "cpu")
+    shard(model, section, None)
+    rows = steps_of_rows()[0]
+    total = sum(r.num_trained_tokens for r in rows)
+    for row in rows:
+        (ScoreCentering()(token_terms(model, DeviceRow.of(row, "cpu"), 0.7, want_head=True)).sum() / total).backward()
+    grads = torch.cat([p.grad.flatten() for p in model.parameters()])
+    sharded = torch.cat([g.flatten() for g in two["grads"].values()])
+    assert float(torch.cosine_similarity(grads, sharded, dim=0)) > 0.99
+    assert float(grads.norm() / sharded.norm()) == pytest.approx(1, abs=0.03)
+
+
+def test_a_tokenizer_is_saved_beside_the_model(tmp_path):
+    saved = []
+
+    class Tokenizer(NoTokenizer):
+        def save_pretrained(self, path):
+            saved.append(Path(path))
+
+    checkpoint.export(make_model("qwen3"), Tokenizer(), tmp_path / "out", None)
+    assert saved[0].parent == tmp_path
+    assert (tmp_path / "out" / "config.json").exists()
+    assert [p.name for p in tmp_path.iterdir()] == ["out"]
