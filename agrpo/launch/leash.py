@@ -1,4 +1,4 @@
-"""Runs one command and takes its whole process group down when the supervisor dies, even by SIGKILL.
+"""Runs one command and takes its whole process group down when the supervisor is gone, even after SIGKILL.
 
     python leash.py COMMAND ...
 
@@ -15,39 +15,40 @@ import subprocess
 import sys
 
 PR_SET_PDEATHSIG = 1
+LOOK_S = 0.25  # how often the supervisor is looked for
 
 
 def main(command: list[str]) -> None:
     supervisor, started = os.getppid(), []
 
-    def on_term(number: int, frame: object) -> None:
-        # The kernel sends it too, when the supervisor is gone.
+    def look(number: int = 0, frame: object = None) -> None:
         if os.getppid() != supervisor:
             os.killpg(0, signal.SIGKILL)
+
+    def pass_on(number: int, frame: object) -> None:
         for process in started:
             process.send_signal(signal.SIGTERM)
 
-    signal.signal(signal.SIGTERM, on_term)
+    signal.signal(signal.SIGALRM, look)
+    signal.signal(signal.SIGTERM, pass_on)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    die_with_parent(signal.SIGTERM)
-    if os.getppid() != supervisor:
-        os.killpg(0, signal.SIGKILL)
-
-    def before_command() -> None:
-        signal.signal(signal.SIGINT, signal.SIG_DFL)
-        die_with_parent(signal.SIGKILL)
-
+    signal.setitimer(signal.ITIMER_REAL, LOOK_S, LOOK_S)
     started.append(subprocess.Popen(command, preexec_fn=before_command))
     code = started[0].wait()
+    signal.setitimer(signal.ITIMER_REAL, 0)
+    look()
     if code < 0:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         os.kill(os.getpid(), -code)
     sys.exit(code if code >= 0 else 128 - code)
 
 
-def die_with_parent(number: int) -> None:
+def before_command() -> None:
+    """In the child: signals as usual again, and death with the leash where the kernel offers that."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
     if sys.platform.startswith("linux"):
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, number, 0, 0, 0)
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
 
 
 if __name__ == "__main__":
