@@ -12,8 +12,17 @@ from typing import Any
 
 from agrpo.lifecycle import Life, run_process
 
+_log = logging.getLogger("agrpo.rollout")
 _LAUNCHER_PREFIXES = ("TORCHELASTIC_", "GROUP_", "ROLE_")
-_LAUNCHER_NAMES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "TORCH_FR_DUMP_TEMP_FILE")
+_LAUNCHER_NAMES = (
+    "RANK",
+    "WORLD_SIZE",
+    "LOCAL_RANK",
+    "LOCAL_WORLD_SIZE",
+    "MASTER_ADDR",
+    "MASTER_PORT",
+    "TORCH_FR_DUMP_TEMP_FILE",
+)
 
 
 def leave_the_training_world() -> None:
@@ -120,11 +129,14 @@ async def build_loop(
         settings.max_concurrent_rollouts,
         settings.concurrency.raise_only_when_reached,
     )
+    text = "%s at %s: context %d tokens, at most %d rollouts at first"
+    prompts = prompts_of(rows, config.data.shuffle, _seed(config.data.seed, config.run.seed))
+    _log.info(text, client.model_name, ", ".join(client.urls), client.max_model_len, cap.value)
     places = Places(cap)
     failures = Failures(settings.max_failure_frac, settings.failure_window)
     return Loop(
         settings=settings,
-        prompts=prompts_of(rows, config.data.shuffle, _seed(config.data.seed, config.run.seed)),
+        prompts=prompts,
         player=player,
         client=client,
         judge=Judge(

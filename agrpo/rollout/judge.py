@@ -127,10 +127,12 @@ class Judge:
             self.num_scoring -= 1
 
     async def _check_accepted(self, group: Group) -> None:
-        if self._accept is not None and not await asyncio.to_thread(self._is_accepted, group):
-            self._window.add("group/rejected_count", 1)
+        if self._accept is None:
+            return
+        accepted = await asyncio.to_thread(self._is_accepted, group)
+        self._window.add("group/accepted_count" if accepted else "group/rejected_count", 1)
+        if not accepted:
             raise Dropped("rejected")
-        self._window.add("group/accepted_count", 1)
 
     def _is_accepted(self, group: Group) -> bool:
         try:

@@ -37,7 +37,9 @@ def play(player, output, messages=None):
         n = len(output)
         zeros = np.zeros(n, np.float32)
         empty = np.zeros((n, 0))
-        return Turn(ids, np.array(output, np.int32), zeros, zeros == 0, zeros.astype(np.int32), empty, empty, None, "stop")
+        return Turn(
+            ids, np.array(output, np.int32), zeros, zeros == 0, zeros.astype(np.int32), empty, empty, None, "stop"
+        )
 
     prompt = Prompt(0, 0, messages or [{"role": "user", "content": "two plus three"}], {})
     return asyncio.run(player.play(prompt, generate, 11, 3)), asked

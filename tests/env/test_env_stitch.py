@@ -57,7 +57,10 @@ def test_a_prompt_that_drops_the_end_of_an_answer_is_a_fork():
 
 
 def test_masked_tokens_are_context_and_a_sample_without_trained_tokens_is_left_out():
-    turns = (make_turn([1], [2, 3], mask=[False, True], candidates=True), make_turn([9], [4], mask=[False], first=2, candidates=True))
+    turns = (
+        make_turn([1], [2, 3], mask=[False, True], candidates=True),
+        make_turn([9], [4], mask=[False], first=2, candidates=True),
+    )
     (sample,) = stitch(Rollout(turns, []), 1.0, 0, 0)
     assert sample.token_ids.tolist() == [1, 2, 3] and sample.loss_mask.tolist() == [False, False, True]
     assert sample.head_ids.tolist() == [[1, 1001]] and [c.tolist() for c in sample.candidates] == [[1, 1]]

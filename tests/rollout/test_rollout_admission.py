@@ -132,4 +132,6 @@ def test_over_random_lives_the_limit_is_passed_by_less_than_one_group_and_all_is
             assert gate.held_tokens == 0 and gate.may_start()
         finished = [n for ends in open_groups.values() for n in ends]
         unfinished = size * len(open_groups) - len(finished)
-        assert gate.held_tokens == pytest.approx(sum(queued) + sum(n or 0 for n in finished) + unfinished * gate.estimate)
+        assert gate.held_tokens == pytest.approx(
+            sum(queued) + sum(n or 0 for n in finished) + unfinished * gate.estimate
+        )

@@ -346,7 +346,10 @@ def test_evaluations_run_at_the_start_and_when_asked_and_report_one_version(url,
 
     evaluations = {"heldout": (evaluation, Prompts())}
     trainer = produce(url, tmp_path, scenario, evaluations=evaluations, reward=reward)
-    assert [(e.name, e.result["version"], e.result["reward"]) for e in trainer.evals] == [("heldout", 1, 0.75), ("heldout", 9, 0.75)]
+    assert [(e.name, e.result["version"], e.result["reward"]) for e in trainer.evals] == [
+        ("heldout", 1, 0.75),
+        ("heldout", 9, 0.75),
+    ]
     assert all(e.result["rollouts_count"] == 6 and e.result["mean_length"] == TOKENS for e in trainer.evals)
     first = report(url)["seen"][:6]
     assert all(body["sampling_params"]["temperature"] == 0.5 for body in first)
@@ -362,6 +365,7 @@ def test_a_resumed_run_does_not_evaluate_at_the_start(url, tmp_path):
 def test_a_filter_drops_groups_and_must_not_raise(url, tmp_path):
     trainer = produce(url, tmp_path, done(6), accept=lambda group: group.group_id % 2 == 0)
     assert all(reason == "rejected" and group % 2 for group, reason in trainer.resolved)
+    assert trainer.window.get("group/rejected_count") == len(trainer.resolved)
     with pytest.raises(ContractError, match="accept_fn raised ZeroDivisionError"):
         produce(url, tmp_path, done(6), accept=lambda group: 1 / 0)
 

@@ -86,7 +86,9 @@ def started(tmp_path):
         environment = {**os.environ, "RANK": "3", "CUDA_VISIBLE_DEVICES": "0"}
         environment["PYTHONPATH"] = os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])
         command = [sys.executable, "-m", "agrpo.rollout", str(tmp_path)]
-        process = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+        process = subprocess.Popen(
+            command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        )
         try:
             yield trainer, process, url, tmp_path
         finally:

@@ -162,6 +162,14 @@ def test_a_server_without_the_model_is_refused(url):
         asyncio.run(run())
 
 
+def test_truncation_needs_a_bound_on_the_candidate_set():
+    assert Vllm(top_p=0.9).problems(None) == [
+        "sampler.top_p=0.9 needs sampler.top_k > 0, which bounds the candidate set"
+    ]
+    assert len(Vllm(top_p=0.9, min_p=0.1).problems(None)) == 2
+    assert Vllm(top_p=0.9, min_p=0.1, top_k=50).problems(None) == [] == Vllm().problems(None)
+
+
 METRICS = """# HELP vllm:kv_cache_usage_perc x
 vllm:kv_cache_usage_perc{engine="0",model_name="m"} 0.25
 vllm:kv_cache_usage_perc{engine="1",model_name="m"} 0.5

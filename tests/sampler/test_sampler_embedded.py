@@ -65,7 +65,9 @@ def test_log_probs_and_heads_equal_a_plain_forward(server, model):
         chosen = logprobs[range(len(turn.output_ids)), turn.output_ids.tolist()]
         np.testing.assert_allclose(turn.sampler_logprobs, chosen, atol=1e-4)
         np.testing.assert_allclose(turn.head_logprobs, logprobs.topk(3).values, atol=1e-4)
-        np.testing.assert_allclose(turn.head_logprobs, logprobs.gather(1, torch.tensor(turn.head_ids).long()), atol=1e-4)
+        np.testing.assert_allclose(
+            turn.head_logprobs, logprobs.gather(1, torch.tensor(turn.head_ids).long()), atol=1e-4
+        )
 
 
 def test_truncated_sampling_is_normalised_over_the_candidate_set(server, model):
