@@ -19,6 +19,8 @@ from pathlib import Path
 
 from aiohttp import web
 
+from agrpo.lifecycle import die_with_parent
+
 VOCABULARY, EOS = 997, 1
 
 
@@ -184,6 +186,7 @@ async def serve(options: argparse.Namespace) -> None:
 
 
 if __name__ == "__main__":
+    die_with_parent()
     parser = argparse.ArgumentParser()
     parser.add_argument("--tokens", type=int, default=7)
     parser.add_argument("--heads", type=int, default=3)
