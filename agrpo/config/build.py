@@ -44,7 +44,7 @@ def build(node: Mapping[str, Any], group: str) -> Any:
 
 
 def read_component(node: Any, group: str) -> tuple[Any, list[str]]:
-    """The component and the faults found; the component is None where there are any."""
+    """The component, if its class could be found, and the faults; a faulty key has its default."""
     if not isinstance(node, Mapping) or not isinstance(node.get("_target_"), str):
         return None, [f"{group} must name its class in {group}._target_, got {_show(node)}"]
     try:
@@ -61,7 +61,7 @@ def read_component(node: Any, group: str) -> tuple[Any, list[str]]:
 
 
 def read_section(node: Any, cls: type, prefix: str) -> tuple[Any, list[str]]:
-    """An instance of dataclass `cls` from a mapping, and the faults; the instance is None where there are any."""
+    """An instance of dataclass `cls` from a mapping, and the faults; a faulty key has its default in the instance."""
     if not isinstance(node, Mapping):
         return None, [f"{prefix} must be a mapping of its keys, got {_show(node)}"]
     hints = typing.get_type_hints(cls)
@@ -88,7 +88,7 @@ def read_section(node: Any, cls: type, prefix: str) -> tuple[Any, list[str]]:
     except (ValueError, TypeError) as error:
         return None, problems or [f"{prefix}: {error}"]
     problems += violations(instance, prefix)
-    return (None if problems else instance), problems
+    return instance, problems
 
 
 def unknown_key(key: str, known: list[str], value: Any = None) -> str:

@@ -45,9 +45,9 @@ def problems(config: Config) -> list[str]:
 def problems_of_parts(parts: dict[str, Any], devices: Devices) -> list[str]:
     """What can be said while some part could not be read: rules of single sections only."""
     lines = []
-    if parts["run"] is not None:
+    if parts["run"] is not None and parts["run"].output_dir:
         lines += _run(parts["run"], devices)
-    if parts["model"] is not None:
+    if parts["model"] is not None and parts["model"].path:
         lines += model_problems(parts["model"])
     return lines
 

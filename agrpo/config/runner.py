@@ -123,6 +123,8 @@ class _Task:
         folder = Path(hydra.runtime.output_dir)
         number = hydra.job.num if self.multirun else None
         shown = _shown(list(hydra.overrides.task))
+        # Each job writes its own configuration; Hydra's copy for the sweep may hold a token.
+        (Path(hydra.sweep.dir) / "multirun.yaml").unlink(missing_ok=True)
         try:
             tree = _plain_tree(composed)
             _fill_in(tree, folder, hydra.runtime.choices.get("recipe") or "default")
