@@ -15,14 +15,15 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Grpo:
-    """-1[clip_min <= r <= clip_max] min(r A, clip(r, 1 - epsilon, 1 + epsilon_high) A), r = trainer / sampler probability."""
+    """-1[clip_min <= r <= clip_max] min(r A, clip(r, 1 - epsilon, 1 + epsilon_high) A), r = trainer / sampler."""
 
     epsilon: float = setting(0.2, "lower clip range", gt=0, lt=1)
     epsilon_high: float | None = setting(None, "upper clip range; null = epsilon", gt=0)
     clip_min: float = setting(0.5, "a token with a smaller ratio has no policy term", ge=0, lt=1)
     clip_max: float = setting(5.0, "a token with a larger ratio has no policy term", gt=1)
-    normalization: str = setting("step", "divide by the trained tokens of the step or of each microbatch",
-                                 choices=("step", "microbatch"))
+    normalization: str = setting(
+        "step", "divide by the trained tokens of the step or of each microbatch", choices=("step", "microbatch")
+    )
 
     wants_head = False
 
@@ -37,7 +38,7 @@ class Grpo:
         return -surrogate.where(inside, surrogate.new_zeros(()))
 
     def statistics(self, terms: TokenTerms) -> dict[str, torch.Tensor]:
-        """Per trained token [M]: `ratio`, and whether it is `masked`, `clipped_low` or `clipped_high` (MET-clip_ratio)."""
+        """Per trained token [M]: `ratio`, and if it is `masked`, `clipped_low`, `clipped_high` (MET-clip_ratio)."""
         ratio = (terms.trainer_logprobs.detach() - terms.sampler_logprobs).exp()
         high = self.epsilon if self.epsilon_high is None else self.epsilon_high
         return {

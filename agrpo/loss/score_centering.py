@@ -23,30 +23,34 @@ _FLOOR = 1e-6  # least tail mass of either distribution: float32 log-probs resol
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ScoreCentering:
-    """Score-centred policy gradient on the sampler's head; `epsilon` and `epsilon_high` only define the clip metrics."""
+    """Score-centred policy gradient on the sampler's head; the epsilons only define the clip metrics."""
 
     epsilon: float = setting(0.2, "lower bound of the clip metrics", gt=0, lt=1)
     epsilon_high: float | None = setting(None, "upper bound of the clip metrics; null = epsilon", gt=0)
     clip_min: float = setting(0.5, "a token with a smaller ratio has no policy term", ge=0, lt=1)
     clip_max: float = setting(5.0, "a token with a larger ratio has no policy term", gt=1)
-    centering_tail: str = setting("proportional", "model of the tokens outside the head; none = head only, biased",
-                                  choices=("proportional", "none"))
-    normalization: str = setting("step", "divide by the trained tokens of the step or of each microbatch",
-                                 choices=("step", "microbatch"))
+    centering_tail: str = setting(
+        "proportional",
+        "model of the tokens outside the head; none = head only, biased",
+        choices=("proportional", "none"),
+    )
+    normalization: str = setting(
+        "step", "divide by the trained tokens of the step or of each microbatch", choices=("step", "microbatch")
+    )
 
     wants_head = True
 
     def __call__(self, terms: TokenTerms) -> torch.Tensor:
-        """Loss of each trained token [M]; ratios and coefficients are detached. Its value is a surrogate, its gradient exact."""
+        """Loss of each trained token [M]: a surrogate with the exact gradient; ratios and coefficients are detached."""
         ratio = (terms.trainer_logprobs.detach() - terms.sampler_logprobs).exp()
         present, coefficients = self._coefficients(terms)
-        # Absent tokens have log-prob -inf: -inf times a coefficient of 0 is NaN, so they are replaced, not multiplied away.
+        # Absent tokens have log-prob -inf, and -inf times a coefficient of 0 is NaN: they are replaced.
         head = terms.head_trainer_logprobs.where(present, terms.head_trainer_logprobs.new_zeros(()))
         centre = (coefficients * head).sum(-1)
         return -terms.advantages * (self._band(ratio) * terms.trainer_logprobs - centre)
 
     def statistics(self, terms: TokenTerms) -> dict[str, torch.Tensor]:
-        """Per trained token [M]: `ratio`, `masked`, `clipped_low`, `clipped_high`, `sampler_mass`, and `tail_scale` if modelled.
+        """Per trained token [M]: `ratio`, `masked`, `clipped_low`, `clipped_high`, `sampler_mass`, `tail_scale`.
 
         The clip counts ignore the sign of the advantage: nothing is clipped here (MET-clip_ratio).
         """
@@ -69,7 +73,7 @@ class ScoreCentering:
         return ratio.where((ratio >= self.clip_min) & (ratio <= self.clip_max), ratio.new_zeros(()))
 
     def _head(self, terms: TokenTerms) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Presence, ratios, and the sampler's and trainer's probabilities of the head tokens, each [M, K], 0 where absent."""
+        """Presence, ratios, and sampler's and trainer's probabilities of the head, each [M, K], 0 where absent."""
         log_q, log_p = terms.head_sampler_logprobs, terms.head_trainer_logprobs.detach()
         present = log_q.isfinite() & log_p.isfinite()
         ratio = (log_p - log_q).where(present, log_p.new_zeros(())).exp()
@@ -77,7 +81,7 @@ class ScoreCentering:
         return present, ratio, sampler, trainer
 
     def _coefficients(self, terms: TokenTerms) -> tuple[torch.Tensor, torch.Tensor]:
-        """Presence of the head tokens and their factors of grad log p(v) in the centre, each [M, K] (LOSS-8, LOSS-11)."""
+        """Presence of the head tokens and their factors of grad log p(v), each [M, K] (LOSS-8, LOSS-11)."""
         present, ratio, sampler, trainer = self._head(terms)
         coefficients = sampler * self._band(ratio)
         if self.centering_tail == "none":

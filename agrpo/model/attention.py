@@ -37,7 +37,7 @@ def tree_attention(
     s_aux: torch.Tensor | None = None,
     **kwargs: object,
 ) -> tuple[torch.Tensor, None]:
-    """[1, H, N, D] queries and [1, Hkv, N, D] keys and values of one row to [1, N, H, D]; attention dropout is never applied.
+    """[1, H, N, D] queries and [1, Hkv, N, D] keys and values of one row to [1, N, H, D]; never with dropout.
 
     Raises ConfigError where the model does not pass the plan on or uses attention sinks (COMPAT-10).
     """
@@ -64,7 +64,11 @@ class _TreeAttention(torch.autograd.Function):
             _put(out, block, part[0])
             _put(lse, block, part[1])
         for block in blocks.cross:
-            _join(out[:, :, block.query], lse[:, :, block.query], *_forward(block, query, key, value, plan, window, softcap, scale))
+            _join(
+                out[:, :, block.query],
+                lse[:, :, block.query],
+                *_forward(block, query, key, value, plan, window, softcap, scale),
+            )
         result = out.to(query.dtype)
         ctx.save_for_backward(query, key, value, result, lse)
         ctx.plan, ctx.window, ctx.softcap, ctx.scale = plan, window, softcap, scale
@@ -113,7 +117,9 @@ def _join(out: torch.Tensor, lse: torch.Tensor, part: torch.Tensor, part_lse: to
 
 
 def _is_fused(block: Block, query: torch.Tensor, value: torch.Tensor, softcap: float | None) -> bool:
-    return query.device.type == "cpu" and softcap is None and block.kind != "band" and query.shape[-1] == value.shape[-1]
+    return (
+        query.device.type == "cpu" and softcap is None and block.kind != "band" and query.shape[-1] == value.shape[-1]
+    )
 
 
 def _forward(block, query, key, value, plan, window, softcap, scale) -> tuple[torch.Tensor, torch.Tensor]:

@@ -38,7 +38,7 @@ def folder_of(checkpoints: Path, step: int) -> Path:
 
 
 def save(folder: Path, model: torch.nn.Module, updater: Updater | None, files: dict[str, Any]) -> None:
-    """Write one checkpoint; collective. `files` are JSON or binary files by name; without `updater` it cannot be resumed."""
+    """Write one checkpoint; collective. `files`: JSON or binary, by name; without `updater` it cannot be resumed."""
     rank, beside = _rank(), folder.with_name(f".{folder.name}")
     if rank == 0:
         shutil.rmtree(beside, ignore_errors=True)
@@ -104,7 +104,7 @@ def prune(checkpoints: Path, limit: int | None) -> None:
 
 
 def export(model: torch.nn.Module, tokenizer: Any, path: Path, dtype: torch.dtype | None) -> None:
-    """A Hugging Face folder that `from_pretrained` loads, in `dtype` (None = as is); collective, rank 0 writes (RES-14)."""
+    """A folder that `from_pretrained` loads, in `dtype` (None = as is); collective, rank 0 writes (RES-14)."""
     state: dict[str, torch.Tensor] = {}
     for name, parameter in (*parameters_by_name(model), *_persistent_buffers(model)):
         full = gathered(parameter)
@@ -126,7 +126,9 @@ def export_dtype(section: Any) -> torch.dtype | None:
     return COMPUTE_DTYPES[section.precision]
 
 
-def _write(model: torch.nn.Module, tokenizer: Any, path: Path, state: dict[str, torch.Tensor], dtype: torch.dtype | None) -> None:
+def _write(
+    model: torch.nn.Module, tokenizer: Any, path: Path, state: dict[str, torch.Tensor], dtype: torch.dtype | None
+) -> None:
     model.save_pretrained(path, state_dict=state)
     tokenizer.save_pretrained(path)
     if dtype is None:

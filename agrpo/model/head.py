@@ -47,7 +47,7 @@ class Scaling:
 
 @dataclass(frozen=True, slots=True)
 class Kept:
-    """The candidate set of each loss term, flat: term `terms[i]` keeps token `ids[i]`, terms ascending (SAMP-1, SAMP-7)."""
+    """Candidate sets per loss term, flat: term `terms[i]` keeps token `ids[i]`, terms ascending (SAMP-1, SAMP-7)."""
 
     ids: torch.Tensor  # [C] int64
     terms: torch.Tensor  # [C] int64

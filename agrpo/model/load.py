@@ -1,4 +1,4 @@
-"""Model and tokenizer from a hub id or a folder, ready for tree rows; what cannot be trained exactly is refused here."""
+"""Model and tokenizer from a hub id or a folder, ready for tree rows; what cannot be trained exactly is refused."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _log = logging.getLogger(__name__)
 def load_model(section: Any, device: torch.device | str) -> torch.nn.Module:
     """The model of the `model` section on `device`, in training mode; parameters outside its text model are frozen.
 
-    Raises ConfigError, one line, for what cannot be loaded or not be trained exactly (MODEL-1, MODEL-2, COMPAT-5, 10, 11).
+    Raises ConfigError, one line, for what cannot be loaded or trained exactly (MODEL-1, MODEL-2, COMPAT-5, 10, 11).
     """
     require_transformers(transformers.__version__)
     attention.register()
@@ -36,13 +36,14 @@ def load_model(section: Any, device: torch.device | str) -> torch.nn.Module:
         raise ConfigError(f"model.path: {section.path} cannot be loaded: {_first_line(error)}") from error
     refuse_model(model)
     if "gguf_file" in section.init_kwargs:
-        # The loader leaves a quantization entry that describes the file, not the dequantized weights.
+        # The loader leaves marks of the file's quantization; the weights are dequantized and saved like any others.
         model.config.__dict__.pop("quantization_config", None)
+        model.__dict__.pop("hf_quantizer", None)
     return prepare(model, section).to(device)
 
 
 def prepare(model: torch.nn.Module, section: Any) -> torch.nn.Module:
-    """Training mode without dropout, frozen where text does not reach, gradient checkpointing as configured (MODEL-6, MODEL-7)."""
+    """Training mode without dropout, frozen outside the text model, activations recomputed (MODEL-6, MODEL-7)."""
     model.train()
     for module in model.modules():
         if isinstance(module, torch.nn.Dropout):
@@ -69,7 +70,7 @@ def load_config(section: Any) -> Any:
 
 
 def load_tokenizer(section: Any) -> Any:
-    """The tokenizer, padding on the left with the EOS token where it has no pad token; raises ConfigError without EOS."""
+    """The tokenizer, padding on the left, with EOS where it has no pad token; raises ConfigError without EOS."""
     path = section.tokenizer_path or section.path
     kwargs = {k: section.init_kwargs[k] for k in ("revision", "gguf_file", "subfolder") if k in section.init_kwargs}
     if section.tokenizer_path is not None:
@@ -79,7 +80,9 @@ def load_tokenizer(section: Any) -> Any:
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ConfigError(f"model.tokenizer_path: {path} cannot be loaded: {_first_line(error)}") from error
     if tokenizer.eos_token_id is None:
-        raise ConfigError(f"model.tokenizer_path: the tokenizer of {path} has no EOS token, so no answer would ever end")
+        raise ConfigError(
+            f"model.tokenizer_path: the tokenizer of {path} has no EOS token, so no answer would ever end"
+        )
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token
     return tokenizer
@@ -90,7 +93,9 @@ def require_transformers(version: str) -> None:
     numbers = tuple(int("".join(c for c in part if c.isdigit()) or 0) for part in version.split(".")[:3])
     if numbers < OLDEST_TRANSFORMERS:
         needed = ".".join(map(str, OLDEST_TRANSFORMERS))
-        raise ConfigError(f"transformers {version} is too old, {needed} or newer is needed: pip install -U transformers")
+        raise ConfigError(
+            f"transformers {version} is too old, {needed} or newer is needed: pip install -U transformers"
+        )
 
 
 def refuse_config(config: Any) -> None:
@@ -98,11 +103,13 @@ def refuse_config(config: Any) -> None:
     kinds = set(getattr(config.get_text_config(), "layer_types", None) or ())
     for kind in sorted(kinds - set(LAYER_TYPES)):
         allowed = ", ".join(LAYER_TYPES)
-        raise ConfigError(f"model.path: {config.model_type} has {kind} layers, which cannot be trained; allowed: {allowed}")
+        raise ConfigError(
+            f"model.path: {config.model_type} has {kind} layers, which cannot be trained; allowed: {allowed}"
+        )
 
 
 def refuse_model(model: torch.nn.Module) -> None:
-    """Raises ConfigError for attention sinks and for attention that does not go through transformers' interface (COMPAT-10)."""
+    """Raises ConfigError for attention sinks (COMPAT-10) and for attention outside transformers' interface."""
     decoder = model.get_decoder()
     if any(name.rsplit(".", 1)[-1] in ("sinks", "sink") for name, _ in decoder.named_parameters()):
         raise ConfigError(f"model.path: {type(model).__name__} has attention sinks, which tree attention lacks")

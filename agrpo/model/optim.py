@@ -95,7 +95,7 @@ class Updater:
 
 
 def open_optimizer(model: torch.nn.Module, section: Any) -> torch.optim.Optimizer:
-    """The optimizer of the section over the trainable parameters; norms and biases get no weight decay. Raises ConfigError."""
+    """The optimizer over the trainable parameters; norms and biases get no weight decay. Raises ConfigError."""
     trainable = [p for p in model.parameters() if p.requires_grad]
     groups = [
         {"params": [p for p in trainable if p.ndim >= 2], "weight_decay": section.weight_decay},
@@ -156,4 +156,6 @@ def _imported(key: str, path: str) -> Any:
         return getattr(importlib.import_module(module), name)
     except (ImportError, AttributeError, ValueError) as error:
         known = ", ".join(sorted(OPTIMIZERS))
-        raise ConfigError(f"{key} must be one of {known}, or the import path of an optimizer class, got {path!r}") from error
+        raise ConfigError(
+            f"{key} must be one of {known}, or the import path of an optimizer class, got {path!r}"
+        ) from error

@@ -130,7 +130,8 @@ class TreePlan:
         if depth + seeing - window <= key_depth + first_key - self.starts[ancestor]:
             return [Block("full", query, key)]
         return [
-            Block("band", slice(q, min(q + _QUERY_CHUNK, query.stop)), key) for q in range(query.start, query.stop, _QUERY_CHUNK)
+            Block("band", slice(q, min(q + _QUERY_CHUNK, query.stop)), key)
+            for q in range(query.start, query.stop, _QUERY_CHUNK)
         ]
 
 

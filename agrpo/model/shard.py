@@ -1,6 +1,6 @@
 """Sharding over trainer ranks by FSDP2, and the full tensors behind it.
 
-Gradients are summed over ranks, never averaged: each rank's loss is already divided by the step's tokens over all ranks.
+Gradients are summed over ranks, never averaged: a rank's loss is already divided by the step's tokens over all ranks.
 """
 
 from __future__ import annotations
@@ -12,7 +12,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard, register_fsdp_forward_method
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    fully_shard,
+    register_fsdp_forward_method,
+)
 from torch.distributed.tensor import DTensor
 
 from agrpo.errors import ConfigError
@@ -24,7 +30,7 @@ _log = logging.getLogger(__name__)
 
 
 def open_mesh(section: Any, device: torch.device | str) -> DeviceMesh | None:
-    """The mesh over all ranks of the process group, or None where the model is not sharded. Raises ConfigError (COMPAT-6)."""
+    """The mesh over all ranks of the process group, None without sharding. Raises ConfigError (COMPAT-6)."""
     world_size = dist.get_world_size() if dist.is_initialized() else 1
     enabled = world_size > 1 if section.fsdp.enabled is None else section.fsdp.enabled
     if world_size > 1 and not enabled:
@@ -35,15 +41,17 @@ def open_mesh(section: Any, device: torch.device | str) -> DeviceMesh | None:
 
 
 def shard(model: torch.nn.Module, section: Any, mesh: DeviceMesh | None) -> None:
-    """Shard the model in place over `mesh`, one unit per decoder layer and one for the rest; None only sets the compute dtype.
+    """Shard the model in place over `mesh`, a unit per decoder layer and one for the rest; None sets the dtype only.
 
-    Under mixed precision the sharded master weights are float32 whatever was loaded (MODEL-3); unsharded weights are never
-    up-cast (MODEL-4). Raises ConfigError for unknown options and a precision that the device lacks (COMPAT-36).
+    Under mixed precision the sharded master weights are float32 whatever was loaded (MODEL-3); unsharded weights are
+    never up-cast (MODEL-4). Raises ConfigError for unknown options and a precision that the device lacks (COMPAT-36).
     """
     compute = COMPUTE_DTYPES[section.precision]
     device = next(model.parameters()).device
     if compute is torch.bfloat16 and device.type == "cuda" and not torch.cuda.is_bf16_supported():
-        raise ConfigError(f"model.precision must be fp16 or no: {torch.cuda.get_device_name(device)} has no bfloat16, got bf16")
+        raise ConfigError(
+            f"model.precision must be fp16 or no: {torch.cuda.get_device_name(device)} has no bfloat16, got bf16"
+        )
     if mesh is None:
         bind(model, _autocast(model, compute))
         return
@@ -64,7 +72,9 @@ def _autocast(model: torch.nn.Module, compute: torch.dtype | None) -> torch.dtyp
     if compute is None:
         return None
     if weights is not torch.float32:
-        _log.warning("without FSDP2 weights and optimizer state stay in %s; small updates are lost to rounding", weights)
+        _log.warning(
+            "without FSDP2 weights and optimizer state stay in %s; small updates are lost to rounding", weights
+        )
     return None if weights is compute else compute
 
 
@@ -87,7 +97,9 @@ def _layers(model: torch.nn.Module, options: dict[str, Any]) -> list[torch.nn.Mo
         return list(model.get_decoder().layers)
     found = [m for m in model.modules() if type(m).__name__ in names]
     if not found:
-        raise ConfigError(f"model.fsdp.options.layer_classes: {type(model).__name__} has no module of {', '.join(names)}")
+        raise ConfigError(
+            f"model.fsdp.options.layer_classes: {type(model).__name__} has no module of {', '.join(names)}"
+        )
     return found[::-1]
 
 
@@ -102,14 +114,16 @@ def checkpoint_names(model: torch.nn.Module) -> list[str]:
     names: list[str] = []
     for name, parameter in parameters_by_name(model):
         if parameter.requires_grad:
-            names += in_checkpoint_format(model, name, torch.empty(parameter.shape, dtype=parameter.dtype, device="meta"))
+            names += in_checkpoint_format(
+                model, name, torch.empty(parameter.shape, dtype=parameter.dtype, device="meta")
+            )
     return names
 
 
 def full_tensors(model: torch.nn.Module, trainable: bool = True) -> Iterator[tuple[str, torch.Tensor]]:
     """(checkpoint name, full tensor) one after another, each gathered completely; collective on all ranks (SYNC-9).
 
-    Only trainable parameters, or every one. The tensor is the weight itself where nothing is sharded: do not write to it.
+    Only trainable parameters, or every one. Without sharding the tensor is the weight itself: do not write to it.
     """
     for name, parameter in parameters_by_name(model):
         if trainable and not parameter.requires_grad:

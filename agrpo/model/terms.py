@@ -82,7 +82,7 @@ class TokenTerms:
 
 
 def token_terms(model: torch.nn.Module, row: DeviceRow, temperature: float, want_head: bool) -> TokenTerms:
-    """The loss terms of one row by one forward; a row without terms gives empty terms that still join the graph (LOSS-20)."""
+    """The loss terms of one row by one forward; a row without terms gives empty ones that join the graph (LOSS-20)."""
     width = row.head_ids.shape[1] if want_head else 0
     head_ids, head_sampler_logprobs = row.head_ids[:, :width], row.head_logprobs[:, :width]
     forward = getattr(model, METHOD, None)
@@ -104,7 +104,9 @@ def token_terms(model: torch.nn.Module, row: DeviceRow, temperature: float, want
     )
 
 
-def token_logprobs(model: torch.nn.Module, token_ids: np.ndarray, temperature: float, device: torch.device | str) -> np.ndarray:
+def token_logprobs(
+    model: torch.nn.Module, token_ids: np.ndarray, temperature: float, device: torch.device | str
+) -> np.ndarray:
     """[L] tokens to the [L - 1] float32 log-probs of tokens 1..L-1, without gradient; collective under FSDP2."""
     with torch.no_grad():
         terms = token_terms(model, DeviceRow.of(sequence_row(token_ids), device), temperature, want_head=False)
@@ -138,7 +140,7 @@ def sequence_row(token_ids: np.ndarray) -> Row:
 
 
 def bind(model: torch.nn.Module, autocast: torch.dtype | None) -> None:
-    """Give the model the method `forward_terms`; `autocast` is the compute dtype where FSDP2 does not set it (MODEL-4)."""
+    """Give the model its method `forward_terms`; `autocast` is the compute dtype where FSDP2 sets none (MODEL-4)."""
 
     def forward_terms(row: DeviceRow, head_ids: torch.Tensor, temperature: float):
         with torch.autocast(row.token_ids.device.type, dtype=autocast, enabled=autocast is not None):

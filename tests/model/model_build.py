@@ -30,7 +30,9 @@ FAMILIES = {
 }  # fmt: skip
 
 
-def make_model(family: str, implementation: str = attention.NAME, dtype: torch.dtype = torch.float32) -> torch.nn.Module:
+def make_model(
+    family: str, implementation: str = attention.NAME, dtype: torch.dtype = torch.float32
+) -> torch.nn.Module:
     """The same weights for every implementation; "eager" is transformers' own attention."""
     attention.register()
     kind, extra = FAMILIES[family]
@@ -39,13 +41,17 @@ def make_model(family: str, implementation: str = attention.NAME, dtype: torch.d
     return hf.AutoModelForCausalLM.from_config(config).to(dtype).train()
 
 
-def make_sample(tokens, num_trained: int, *, group_id=0, rollout_index=0, advantage=1.0, num_head=3, seed=0, keep=None) -> Sample:
+def make_sample(
+    tokens, num_trained: int, *, group_id=0, rollout_index=0, advantage=1.0, num_head=3, seed=0, keep=None
+) -> Sample:
     """The last `num_trained` tokens are trained; `keep` > 0 gives each a candidate set of about that many tokens."""
     rng = np.random.default_rng(seed)
     tokens = np.asarray(tokens, np.int32)
     mask = np.arange(len(tokens)) >= len(tokens) - num_trained
     targets = tokens[mask]
-    heads = np.array([rng.permutation(VOCABULARY)[:num_head] for _ in targets], np.int32).reshape(len(targets), num_head)
+    heads = np.array([rng.permutation(VOCABULARY)[:num_head] for _ in targets], np.int32).reshape(
+        len(targets), num_head
+    )
     sets = None
     if keep:
         sets = Ragged.of([np.unique(np.append(rng.integers(0, VOCABULARY, keep), t)) for t in targets])
@@ -93,7 +99,7 @@ def dense_attention(query, key, value, starts, ends, parents, window=None, softc
     """[1, H, N, D] attention by one [N, N] ancestor mask, the definition that the fast back ends must meet."""
     tokens, depth = query.shape[2], torch.zeros(query.shape[2], dtype=torch.long)
     visible = torch.zeros(tokens, tokens, dtype=torch.bool)
-    for s, (start, end, parent) in enumerate(zip(starts, ends, parents, strict=True)):
+    for s, (start, end) in enumerate(zip(starts, ends, strict=True)):
         path, node = [], s
         while node >= 0:
             path = list(range(starts[node], ends[node])) + path

@@ -68,7 +68,8 @@ def test_no_block_is_larger_than_the_tree_needs():
     ends, parents = np.append(starts[1:], 511 + 8 * 124), np.array([-1] + [0] * 8)
     blocks = TreePlan.of(starts, ends, parents, torch.zeros(1503, dtype=torch.long)).blocks(None)
     own = sum(
-        b.index.shape[0] * b.index.shape[1] ** 2 if b.index is not None else (b.key.stop - b.key.start) ** 2 for b in blocks.own
+        b.index.shape[0] * b.index.shape[1] ** 2 if b.index is not None else (b.key.stop - b.key.start) ** 2
+        for b in blocks.own
     )
     cross = sum((b.query.stop - b.query.start) * (b.key.stop - b.key.start) for b in blocks.cross)
     assert (own, cross, len(blocks.cross)) == (511**2 + 8 * 124**2, 8 * 124 * 511, 1)

@@ -53,9 +53,9 @@ def test_bfloat16_weights_without_sharding_stay_and_warn(folder, caplog):
 
 
 def test_gradient_checkpointing_is_on_by_default_and_can_be_off(folder):
-    assert load.load_model(Model(path=str(folder)), "cpu").is_gradient_checkpointing
+    assert load.load_model(Model(path=str(folder)), "cpu").model.layers[0].gradient_checkpointing
     model = load.load_model(Model(path=str(folder), gradient_checkpointing=False), "cpu")
-    assert not model.is_gradient_checkpointing
+    assert not model.model.layers[0].gradient_checkpointing
 
 
 def test_dropout_of_the_checkpoint_is_off_in_training():
@@ -69,7 +69,7 @@ def test_dropout_of_the_checkpoint_is_off_in_training():
 
 @pytest.mark.parametrize(
     ("path", "text"),
-    [("missing/folder", "model.path: missing/folder cannot be loaded"), ("empty", "cannot be loaded")],
+    [("a/missing/folder", "model.path: a/missing/folder cannot be loaded"), ("empty", "cannot be loaded")],
 )
 def test_what_cannot_be_loaded_is_one_line(tmp_path, monkeypatch, path, text):
     monkeypatch.chdir(tmp_path)
@@ -123,7 +123,9 @@ def test_tokenizer_pads_left_with_eos(tmp_path):
 def test_vision_language_checkpoints_train_their_text_model_alone():
     text = dict(vocab_size=61, hidden_size=24, intermediate_size=40, num_hidden_layers=1, num_attention_heads=4,
                 num_key_value_heads=2, head_dim=6, sliding_window=5, layer_types=["full_attention"])  # fmt: skip
-    vision = dict(hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=2, image_size=28, patch_size=14)
+    vision = dict(
+        hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=2, image_size=28, patch_size=14
+    )
     config = hf.Gemma3Config(text_config=text, vision_config=vision, mm_tokens_per_image=4)
     config.architectures = ["Gemma3ForConditionalGeneration"]
     assert load._loader(config) is hf.AutoModelForImageTextToText

@@ -1,4 +1,4 @@
-"""Sharding changes nothing: 2 ranks against 1 and against no sharding at all, and checkpoints over a change of ranks."""
+"""Sharding changes nothing: 2 ranks against 1 and against none, and checkpoints over a change of ranks."""
 
 import os
 import subprocess
@@ -121,7 +121,9 @@ def test_mixed_precision_keeps_float32_masters_and_exports_bfloat16(tmp_path):
     assert two["grads"]["lm_head.weight"].dtype is torch.float32
     loaded = AutoModelForCausalLM.from_pretrained(folder / "exported2")
     assert loaded.dtype is torch.bfloat16
-    _same({n: p.detach() for n, p in loaded.named_parameters()}, {n: t.bfloat16() for n, t in two["weights"].items()}, 0.0)
+    _same(
+        {n: p.detach() for n, p in loaded.named_parameters()}, {n: t.bfloat16() for n, t in two["weights"].items()}, 0.0
+    )
     # A sharded bf16 step is the unsharded autocast step up to bf16 rounding.
     section = Model(path=str(folder / "model"), precision="bf16")
     model = load_model(section, "cpu")
