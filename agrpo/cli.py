@@ -1,4 +1,4 @@
-"""The command line: parse, call one function, print an error in one line. Nothing heavy is imported before it is needed."""
+"""The command line: parse, call one function, print an error in one line. Nothing heavy is imported early."""
 
 from __future__ import annotations
 
@@ -52,14 +52,21 @@ def root(version: Annotated[bool, typer.Option("--version", help="Show the versi
         raise typer.Exit
 
 
-@app.command(help=TRAIN_HELP, epilog="Exit codes: 0 success, 1 unexpected error, 2 wrong usage, 3 configuration refused, "
-             "4 server or host check failed, 5 contract error in user code, 6 stall or time-out.")
+@app.command(
+    help=TRAIN_HELP,
+    epilog="Exit codes: 0 success, 1 unexpected error, 2 wrong usage, 3 configuration refused, "
+    "4 server or host check failed, 5 contract error in user code, 6 stall or time-out.",
+)
 def train(
     overrides: Annotated[list[str] | None, typer.Argument(metavar="OVERRIDES", show_default=False)] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Check and show the plan; start nothing.")] = False,
     multirun: Annotated[bool, typer.Option("--multirun", "-m", help="One job per combination of a,b values.")] = False,
-    config_dir: Annotated[str | None, typer.Option(help="Folder with more YAML: DIR/loss/mine.yaml is loss=mine.")] = None,
-    cfg: Annotated[str | None, typer.Option(metavar="job|hydra|all", help="Print the configuration; start nothing.")] = None,
+    config_dir: Annotated[
+        str | None, typer.Option(help="Folder with more YAML: DIR/loss/mine.yaml is loss=mine.")
+    ] = None,
+    cfg: Annotated[
+        str | None, typer.Option(metavar="job|hydra|all", help="Print the configuration; start nothing.")
+    ] = None,
     resolve: Annotated[bool, typer.Option("--resolve", help="With --cfg: resolve interpolations.")] = False,
 ) -> None:
     from agrpo.config import runner

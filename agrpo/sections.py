@@ -1,4 +1,4 @@
-"""The fixed sections of the configuration: run, checkpoint, rollout, model, optimizer, logger (CFG 24.1 to 24.3, 24.6, 24.8).
+"""The fixed sections of the configuration: run, checkpoint, rollout, model, optimizer, logger (CFG 24.1-3, 24.6, 24.8).
 
 A field is a key: its type, default, meaning and allowed range are declared here and nowhere else.
 """
@@ -14,15 +14,21 @@ from agrpo.schema import setting
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Run:
     output_dir: str = setting(doc="folder that holds every file of the run")
-    num_processes: int | None = setting(None, "trainer ranks on this node; null = one per trainer device, 1 on CPU", ge=1)
+    num_processes: int | None = setting(
+        None, "trainer ranks on this node; null = one per trainer device, 1 on CPU", ge=1
+    )
     devices: dict[str, list[int]] | None = setting(None, "device split {trainer: [..], server: [..]}; null = planned")
     num_train_epochs: float = setting(3.0, "passes over the prompts; ignored when max_steps is set", gt=0)
-    max_steps: int | None = setting(None, "optimizer steps; null = as many as the epochs need (-1 and 0 read as null)", ge=1)
+    max_steps: int | None = setting(
+        None, "optimizer steps; null = as many as the epochs need (-1 and 0 read as null)", ge=1
+    )
     gradient_accumulation_steps: int = setting(1, "microbatches per step", ge=1)
     seed: int = setting(42, "seed of everything random in the run", ge=0, le=2**32 - 1)
     full_determinism: bool = setting(False, "deterministic kernels; slower")
     use_cpu: bool = setting(False, "train on CPU even where a GPU is present")
-    resume: str | None = setting(None, "null = fresh run, auto = newest checkpoint in output_dir, or a checkpoint's path")
+    resume: str | None = setting(
+        None, "null = fresh run, auto = newest checkpoint in output_dir, or a checkpoint's path"
+    )
     allow_dataset_change: bool = setting(False, "on resume, accept other data and start them from the first prompt")
     callbacks: list[str] = setting(doc="import paths of trainer callbacks", factory=list)
     objective: str | None = setting(None, "metric whose last value a sweeper receives")
@@ -64,11 +70,17 @@ class Rollout:
     max_concurrent_rollouts: int = setting(512, "upper bound of rollouts in flight", ge=1)
     max_staleness: int = setting(4, "oldest policy, in versions, whose samples are still trained", ge=0)
     allowance_window_steps: int = setting(4, "steps over which the tokens per step are averaged for admission", ge=1)
-    staleness_stamp: str = setting("token", "what dates a sample: its oldest token or its group", choices=("token", "group"))
+    staleness_stamp: str = setting(
+        "token", "what dates a sample: its oldest token or its group", choices=("token", "group")
+    )
     worker_timeout: float = setting(300.0, "seconds the rollout process may go without a sign of life", gt=0)
-    progress_timeout: float | None = setting(1800.0, "seconds without a finished turn, group or sample; null = off", gt=0)
+    progress_timeout: float | None = setting(
+        1800.0, "seconds without a finished turn, group or sample; null = off", gt=0
+    )
     on_error: str = setting("unusable", "a failed rollout is set aside or ends the run", choices=("unusable", "abort"))
-    on_long_prompt: str = setting("skip", "a prompt longer than the context is skipped or ends the run", choices=("skip", "abort"))
+    on_long_prompt: str = setting(
+        "skip", "a prompt longer than the context is skipped or ends the run", choices=("skip", "abort")
+    )
     max_failure_frac: float = setting(0.5, "share of failed rollouts that ends the run", gt=0, le=1)
     failure_window: int = setting(256, "rollouts over which that share is taken", ge=1)
     concurrency: Concurrency = setting(doc="the concurrency controller", factory=Concurrency)
@@ -111,10 +123,16 @@ class Model:
     path: str = setting(doc="Hub id, or a folder written by save_pretrained")
     tokenizer_path: str | None = setting(None, "tokenizer; null = the model's own")
     init_kwargs: dict[str, Any] = setting(doc="keyword arguments of the loader", factory=dict)
-    dtype: str = setting("float32", "precision of the loaded weights", choices=("auto", "bfloat16", "float16", "float32"))
+    dtype: str = setting(
+        "float32", "precision of the loaded weights", choices=("auto", "bfloat16", "float16", "float32")
+    )
     trust_remote_code: bool = setting(False, "run Python code that ships with the model")
-    router_aux_loss_coef: float | None = setting(None, "weight of the mixture-of-experts loss; 0 = off, null = model's", ge=0)
-    precision: str = setting("bf16", "precision of forward and backward; no = that of the weights", choices=("bf16", "fp16", "no"))
+    router_aux_loss_coef: float | None = setting(
+        None, "weight of the mixture-of-experts loss; 0 = off, null = model's", ge=0
+    )
+    precision: str = setting(
+        "bf16", "precision of forward and backward; no = that of the weights", choices=("bf16", "fp16", "no")
+    )
     tf32: bool | None = setting(None, "TF32 matrix products on NVIDIA GPUs; null = PyTorch's default")
     gradient_checkpointing: bool = setting(True, "recompute activations in the backward pass to save memory")
     gradient_checkpointing_kwargs: dict[str, Any] | None = setting(None, "arguments of gradient checkpointing")
@@ -149,5 +167,7 @@ class Logger:
     run_name: str | None = setting(None, "name of the run; null = its folder's name")
     project: str = setting("agrpo", "project that the run belongs to")
     options: dict[str, Any] = setting(doc="arguments of the chosen logger", factory=dict)
-    level: str = setting("info", "log level of rank 0; other ranks log warnings only", choices=("debug", "info", "warning", "error"))
+    level: str = setting(
+        "info", "log level of rank 0; other ranks log warnings only", choices=("debug", "info", "warning", "error")
+    )
     progress_bar: bool | None = setting(None, "live table; null = on for a terminal")

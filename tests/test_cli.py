@@ -1,4 +1,4 @@
-"""The command line as a user meets it: help without torch, one clear line and exit code 3 for bad input, plans, sweeps."""
+"""The command line as a user meets it: help without torch, one line and exit code 3 for bad input, plans, sweeps."""
 
 import json
 import os
@@ -18,7 +18,12 @@ QUESTION = {"role": "user", "content": "1 + 1 ="}
 def agrpo(*arguments: str, cwd: Path) -> subprocess.CompletedProcess:
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""}
     return subprocess.run(
-        [sys.executable, "-m", "agrpo", *arguments], cwd=cwd, env=environment, capture_output=True, text=True, timeout=120
+        [sys.executable, "-m", "agrpo", *arguments],
+        cwd=cwd,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=120,
     )
 
 
@@ -114,9 +119,11 @@ def test_dry_run_shows_the_plan_and_starts_nothing(tmp_path):
     result = agrpo("train", "+recipe=deepmath", "run.num_processes=1", "--dry-run", cwd=tmp_path)
     assert result.returncode == 0, result.stderr
     for text in (
-        "VLLM_SERVER_DEV_MODE=1", "--weight-transfer-config '{\"backend\": \"nccl\"}'", "--logprobs-mode processed_logprobs",
+        "VLLM_SERVER_DEV_MODE=1", "--weight-transfer-config '{\"backend\": \"nccl\"}'",
+        "--logprobs-mode processed_logprobs",
         "--api-server-count 8", "--max-model-len 4096", "-m agrpo.rollout", "-m agrpo.train", "2.00 billion parameters",
-        "packer.token_budget    4096", "constant, peak 1e-06", "groups of 8 rollouts", "run.output_dir", "admission window",
+        "packer.token_budget    4096", "constant, peak 1e-06", "groups of 8 rollouts", "run.output_dir",
+        "admission window",
         "server=vllm needs a GPU",
     ):  # fmt: skip
         assert text in result.stdout, text

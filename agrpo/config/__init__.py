@@ -88,7 +88,12 @@ def _read_parts(tree: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
 
 def _read_as_null(name: str, node: Any) -> Any:
     """TRL's "no limit" values of max_steps, -1 and 0, mean null."""
-    if name == "run" and isinstance(node, Mapping) and node.get("max_steps") in (-1, 0) and node["max_steps"] is not False:
+    if (
+        name == "run"
+        and isinstance(node, Mapping)
+        and node.get("max_steps") in (-1, 0)
+        and node["max_steps"] is not False
+    ):
         return {**node, "max_steps": None}
     return node
 

@@ -56,7 +56,9 @@ def read_component(node: Any, group: str) -> tuple[Any, list[str]]:
     name = group.rsplit(".", 1)[-1]
     missing = [m for m in INTERFACES.get(name, ()) if not callable(getattr(cls, m, None))]
     if missing:
-        return None, [f"{group}._target_: {node['_target_']} lacks the method(s) {', '.join(missing)} of the group {name}"]
+        return None, [
+            f"{group}._target_: {node['_target_']} lacks the method(s) {', '.join(missing)} of the group {name}"
+        ]
     return read_section({k: v for k, v in node.items() if k != "_target_"}, cls, group)
 
 
@@ -92,7 +94,7 @@ def read_section(node: Any, cls: type, prefix: str) -> tuple[Any, list[str]]:
 
 
 def unknown_key(key: str, known: list[str], value: Any = None) -> str:
-    """The line for a key that does not exist: its agrpo name if it is another system's, else the nearest key (CLI-3)."""
+    """The line for a key that does not exist: its name here if it is another system's, else the nearest key (CLI-3)."""
     told = answer(key, value)
     if told:
         return told
@@ -117,7 +119,9 @@ def locate(path: str) -> Any:
         raise ConfigError(f"{path} cannot be imported ({type(error).__name__}: {error})") from error
     if not hasattr(module, name):
         near = difflib.get_close_matches(name, dir(module), n=1)
-        raise ConfigError(f"{path}: module {module_name} has no {name}" + (f"; did you mean {near[0]}?" if near else ""))
+        raise ConfigError(
+            f"{path}: module {module_name} has no {name}" + (f"; did you mean {near[0]}?" if near else "")
+        )
     return getattr(module, name)
 
 
@@ -215,7 +219,11 @@ def _number(value: Any) -> int | float | None:
 def _words(hint: Any) -> str:
     names = {bool: "true or false", int: "an integer", float: "a number", str: "text", Any: "anything"}
     kind = typing.get_origin(hint) or hint
-    return names.get(kind) or {list: "a list", tuple: "a list", dict: "a mapping"}.get(kind) or getattr(kind, "__name__", str(kind))
+    return (
+        names.get(kind)
+        or {list: "a list", tuple: "a list", dict: "a mapping"}.get(kind)
+        or getattr(kind, "__name__", str(kind))
+    )
 
 
 def _show(value: Any) -> str:

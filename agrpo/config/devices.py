@@ -37,7 +37,6 @@ class Devices:
     def kind(self) -> str:
         return "gpu" if self.gpus else "cpu"
 
-
     def split(self, run: Any, server_wants_gpu: bool) -> dict[str, list[int]]:
         """Indices for trainer and server, disjoint: `run.devices`, else the first half to a server that wants GPUs.
 
@@ -99,7 +98,9 @@ def _amd() -> list[tuple[str, Gpu]]:
             if int(properties.get("simd_count", "0")) == 0:
                 continue
             banks = [(b / "properties").read_text() for b in (node / "mem_banks").glob("*")]
-            memory = sum(int(line.split()[1]) for text in banks for line in text.splitlines() if "size_in_bytes" in line)
+            memory = sum(
+                int(line.split()[1]) for text in banks for line in text.splitlines() if "size_in_bytes" in line
+            )
         except (OSError, ValueError):
             continue
         gpus.append((str(len(gpus)), Gpu(str(len(gpus)), "AMD GPU", memory >> 20, 0.0)))

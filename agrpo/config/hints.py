@@ -1,4 +1,4 @@
-"""What to say to someone who uses an option name of TRL or AReaL: the agrpo key, or why there is none (CLI-3, CFG 24.9)."""
+"""What to say to a user of TRL's or AReaL's option names: the agrpo key, or why there is none (CLI-3, CFG 24.9)."""
 
 from __future__ import annotations
 
@@ -143,59 +143,138 @@ KEYS = {
 }
 
 # option names -> why there is no key
-REASONS = {
-    "use_vllm vllm_mode colocate vllm_gpu_memory_utilization vllm_tensor_parallel_size vllm_enable_sleep_mode "
-    "vllm_model_impl vllm_max_model_length": "generation always runs on a separate server; choose it with "
-    "server=vllm, server=external or server=embedded (settings of a managed vLLM are server.*)",
-    "generation_batch_size steps_per_generation num_iterations mu": "generation runs continuously beside training; its "
-    "lead is bounded by rollout.max_staleness, and a step's size is set by packer.token_budget and "
-    "run.gradient_accumulation_steps",
-    "per_device_train_batch_size auto_find_batch_size batch_size train_batch_size": "it has no effect under a token budget: "
-    "use packer.token_budget and run.gradient_accumulation_steps",
-    "beta kl_coef kl_ctl ref_model sync_ref_model ref_model_mixup_alpha ref_model_sync_steps use_kl_loss": "there is no KL "
-    "term and no reference model: the policy is held near the sampler by the masked, clipped ratio of the loss",
-    "reward_model reward_models reward_processing_classes": "reward models are not loaded here: serve the model elsewhere and "
-    "call it from a function in scorer.functions",
-    "reward_weights": "rewards are summed as they are: scale inside the function, or give it as "
-    "{_target_: ..., <args>} in scorer.functions",
-    "scale_rewards": "use advantage.std_level (group, batch or null)",
-    "loss_type importance_sampling_level": "the objective is the group loss: loss=score_centering, loss=grpo, ...",
-    "mask_truncated_completions": "truncated completions are trained like others; penalise length with advantage.overlong",
-    "max_prompt_length": "prompts are never cut; one longer than the server's context is handled by rollout.on_long_prompt",
-    "repetition_penalty presence_penalty frequency_penalty logit_bias bad_words bad_words_ids min_tokens min_new_tokens "
-    "forced_bos_token_id forced_eos_token_id guided_decoding guided_decoding_regex vllm_guided_decoding_regex "
-    "structured_outputs stop stop_strings generation_kwargs": "it changes what is sampled in a way the "
-    "trainer cannot reproduce, so recorded and trained distributions would differ",
-    "average_tokens_across_devices": "it is always on; see loss.normalization",
-    "label_smoothing_factor neftune_noise_alpha": "it would break the ratio of trainer and sampler log-probabilities",
-    "torch_compile torch_compile_backend torch_compile_mode": "it is not supported with packed rows of changing length",
-    "use_liger_kernel liger_kernel_config use_liger_loss": "Liger kernels are not supported: the fused head already avoids the logits",
-    "use_cache": "it is always off in training",
-    "torch_empty_cache_steps": "it is not supported",
-    "logging_strategy log_on_each_node logging_nan_inf_filter include_num_input_tokens_seen log_level_replica": "records "
-    "follow logger.logging_steps, NaN values are logged as they are, and tokens are in the metric num_tokens",
-    "eval_strategy eval_steps eval_delay eval_on_start eval_do_concat_batches eval_use_gather_object eval_accumulation_steps "
-    "per_device_eval_batch_size prediction_loss_only batch_eval_metrics include_for_metrics bf16_full_eval fp16_full_eval "
-    "do_eval do_predict do_train eval_dataset num_generations_eval": "evaluations are named entries of the group eval",
-    "load_best_model_at_end metric_for_best_model greater_is_better": "keep every checkpoint and choose by the eval results in "
-    "metrics.jsonl",
-    "save_on_each_node enable_jit_checkpoint restore_callback_states_from_checkpoint": "rank 0 saves, a signal always saves, "
-    "and callback states are always restored",
-    "ignore_data_skip": "it is fixed to true: a live queue cannot skip and replay batches",
-    "remove_unused_columns": "it is fixed to false: rewards and environments need every column",
-    "deepspeed parallelism_config accelerator_config": "sharding is FSDP2 only, without context or sequence parallelism: see "
-    "model.fsdp and run.num_processes",
-    "cp_size sp_size context_parallel_size sequence_parallel_size tp_size": "context and sequence parallelism are not supported: "
-    "rows hold whole samples; scale with run.num_processes",
-    "ddp_find_unused_parameters ddp_bucket_cap_mb ddp_broadcast_buffers ddp_static_graph ddp_backend": "sharding is FSDP2 only; "
-    "its time limit is run.collective_timeout",
-    "dataloader_drop_last dataloader_num_workers dataloader_pin_memory dataloader_persistent_workers "
-    "dataloader_prefetch_factor dataloader_multiprocessing_context dataloader_in_order": "there is no data loader: rows come "
-    "from the sample queue",
-    "label_names train_sampling_strategy length_column_name": "prompts follow data.shuffle",
-    "debug skip_memory_metrics local_rank": "the launcher and the loggers decide this",
-}
-_REASON_OF = {name: reason for names, reason in REASONS.items() for name in names.split()}
+REASONS = (
+    (
+        "use_vllm vllm_mode colocate vllm_gpu_memory_utilization vllm_tensor_parallel_size vllm_enable_sleep_mode "
+        "vllm_model_impl vllm_max_model_length",
+        "generation always runs on a separate server; choose it with server=vllm, server=external or "
+        "server=embedded (settings of a managed vLLM are server.*)",
+    ),
+    (
+        "generation_batch_size steps_per_generation num_iterations mu",
+        "generation runs continuously beside training; its lead is bounded by rollout.max_staleness, and a step's "
+        "size is set by packer.token_budget and run.gradient_accumulation_steps",
+    ),
+    (
+        "per_device_train_batch_size auto_find_batch_size batch_size train_batch_size",
+        "it has no effect under a token budget: use packer.token_budget and run.gradient_accumulation_steps",
+    ),
+    (
+        "beta kl_coef kl_ctl ref_model sync_ref_model ref_model_mixup_alpha ref_model_sync_steps use_kl_loss",
+        "there is no KL term and no reference model: the policy is held near the sampler by the masked, clipped "
+        "ratio of the loss",
+    ),
+    (
+        "reward_model reward_models reward_processing_classes",
+        "reward models are not loaded here: serve the model elsewhere and call it from a function in scorer.functions",
+    ),
+    (
+        "reward_weights",
+        "rewards are summed as they are: scale inside the function, or give it as {_target_: ..., <args>} in "
+        "scorer.functions",
+    ),
+    (
+        "scale_rewards",
+        "use advantage.std_level (group, batch or null)",
+    ),
+    (
+        "loss_type importance_sampling_level",
+        "the objective is the group loss: loss=score_centering, loss=grpo, ...",
+    ),
+    (
+        "mask_truncated_completions",
+        "truncated completions are trained like others; penalise length with advantage.overlong",
+    ),
+    (
+        "max_prompt_length",
+        "prompts are never cut; one longer than the server's context is handled by rollout.on_long_prompt",
+    ),
+    (
+        "repetition_penalty presence_penalty frequency_penalty logit_bias bad_words bad_words_ids min_tokens "
+        "min_new_tokens forced_bos_token_id forced_eos_token_id guided_decoding guided_decoding_regex "
+        "vllm_guided_decoding_regex structured_outputs stop stop_strings generation_kwargs",
+        "it changes what is sampled in a way the trainer cannot reproduce, so recorded and trained distributions "
+        "would differ",
+    ),
+    (
+        "average_tokens_across_devices",
+        "it is always on; see loss.normalization",
+    ),
+    (
+        "label_smoothing_factor neftune_noise_alpha",
+        "it would break the ratio of trainer and sampler log-probabilities",
+    ),
+    (
+        "torch_compile torch_compile_backend torch_compile_mode",
+        "it is not supported with packed rows of changing length",
+    ),
+    (
+        "use_liger_kernel liger_kernel_config use_liger_loss",
+        "Liger kernels are not supported: the fused head already avoids the logits",
+    ),
+    (
+        "use_cache",
+        "it is always off in training",
+    ),
+    (
+        "torch_empty_cache_steps",
+        "it is not supported",
+    ),
+    (
+        "logging_strategy log_on_each_node logging_nan_inf_filter include_num_input_tokens_seen log_level_replica",
+        "records follow logger.logging_steps, NaN values are logged as they are, and tokens are in the metric "
+        "num_tokens",
+    ),
+    (
+        "eval_strategy eval_steps eval_delay eval_on_start eval_do_concat_batches eval_use_gather_object "
+        "eval_accumulation_steps per_device_eval_batch_size prediction_loss_only batch_eval_metrics "
+        "include_for_metrics bf16_full_eval fp16_full_eval do_eval do_predict do_train eval_dataset "
+        "num_generations_eval",
+        "evaluations are named entries of the group eval",
+    ),
+    (
+        "load_best_model_at_end metric_for_best_model greater_is_better",
+        "keep every checkpoint and choose by the eval results in metrics.jsonl",
+    ),
+    (
+        "save_on_each_node enable_jit_checkpoint restore_callback_states_from_checkpoint",
+        "rank 0 saves, a signal always saves, and callback states are always restored",
+    ),
+    (
+        "ignore_data_skip",
+        "it is fixed to true: a live queue cannot skip and replay batches",
+    ),
+    (
+        "remove_unused_columns",
+        "it is fixed to false: rewards and environments need every column",
+    ),
+    (
+        "deepspeed parallelism_config accelerator_config",
+        "sharding is FSDP2 only, without context or sequence parallelism: see model.fsdp and run.num_processes",
+    ),
+    (
+        "cp_size sp_size context_parallel_size sequence_parallel_size tp_size",
+        "context and sequence parallelism are not supported: rows hold whole samples; scale with run.num_processes",
+    ),
+    (
+        "ddp_find_unused_parameters ddp_bucket_cap_mb ddp_broadcast_buffers ddp_static_graph ddp_backend",
+        "sharding is FSDP2 only; its time limit is run.collective_timeout",
+    ),
+    (
+        "dataloader_drop_last dataloader_num_workers dataloader_pin_memory dataloader_persistent_workers "
+        "dataloader_prefetch_factor dataloader_multiprocessing_context dataloader_in_order",
+        "there is no data loader: rows come from the sample queue",
+    ),
+    (
+        "label_names train_sampling_strategy length_column_name",
+        "prompts follow data.shuffle",
+    ),
+    (
+        "debug skip_memory_metrics local_rank",
+        "the launcher and the loggers decide this",
+    ),
+)
+_REASON_OF = {name: reason for names, reason in REASONS for name in names.split()}
 
 
 def answer(key: str, value: Any = None) -> str | None:

@@ -19,7 +19,7 @@ LAYER_KINDS = ("full_attention", "sliding_attention", "linear_attention")
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """The sizes that memory depends on; the layers and hidden size are 0 where only the number of parameters is known."""
+    """The sizes that memory depends on; 0 where only the number of parameters is known."""
 
     num_parameters: int
     hidden_size: int = 0
@@ -89,7 +89,9 @@ def shape_of(path: str) -> Shape | None:
     config = read_config(path)
     if config is not None:
         return _shape(config.get("text_config") or config)
-    match = re.findall(r"(?<![\w.])(\d+(?:\.\d+)?)([BMbm])(?![A-Za-z])", Path(path).name.replace("-", " ").replace("_", " "))
+    match = re.findall(
+        r"(?<![\w.])(\d+(?:\.\d+)?)([BMbm])(?![A-Za-z])", Path(path).name.replace("-", " ").replace("_", " ")
+    )
     if not match:
         return None
     number, unit = match[-1] if len(match) == 1 else match[0]

@@ -57,8 +57,8 @@ def warnings(config: Config) -> list[str]:
     lines = []
     if config.rollout.max_concurrent_rollouts > 1024:
         lines.append(
-            f"rollout.max_concurrent_rollouts={config.rollout.max_concurrent_rollouts}: above 1024, tools and connections "
-            "may exhaust this machine's threads and file handles"
+            f"rollout.max_concurrent_rollouts={config.rollout.max_concurrent_rollouts}: above 1024, tools and "
+            "connections may exhaust this machine's threads and file handles"
         )
     if config.model.lora.enabled and config.model.lora.dropout > 0:
         lines.append("model.lora.dropout > 0: trainer and server compute different log-probabilities")
@@ -146,7 +146,7 @@ def _model(config: Config) -> Iterator[str]:
     model, run = config.model, config.run
     yield from model_problems(model)
     if model.fsdp.enabled is False and (run.num_processes or 1) > 1:
-        yield f"model.fsdp.enabled=false needs run.num_processes=1, got {run.num_processes}: ranks are joined by FSDP2 only"
+        yield f"model.fsdp.enabled=false needs run.num_processes=1, got {run.num_processes}: FSDP2 joins the ranks"
     if str(model.fsdp.options.get("version", model.fsdp.options.get("fsdp_version", 2))) != "2":
         yield "model.fsdp.options: only FSDP2 is supported; leave the version out"  # COMPAT-6
     for key in ("cp_size", "sp_size"):
@@ -193,8 +193,8 @@ def _optimizer(config: Config) -> Iterator[str]:
             yield f"optimizer.{key} must be one of {', '.join(known)}, or an import path, got {value!r}"
     if optimizer.lr_scheduler_type in ("linear", "cosine") and max_steps is None:
         yield (
-            f"optimizer.lr_scheduler_type={optimizer.lr_scheduler_type} decays over the run, so it needs its length: set "
-            "run.max_steps=N, or use constant"
+            f"optimizer.lr_scheduler_type={optimizer.lr_scheduler_type} decays over the run, so it needs its length: "
+            "set run.max_steps=N, or use constant"
         )  # COMPAT-23
     if 0 < optimizer.warmup_steps < 1 and max_steps is None:
         yield (
@@ -208,4 +208,3 @@ def _importable(key: str, path: str) -> Iterator[str]:
         locate(path)
     except ConfigError as error:
         yield from (f"{key}: {line}" for line in error.problems)
-

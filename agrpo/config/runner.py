@@ -33,7 +33,7 @@ class _Left(BaseException):
 
 
 class NeedsAssumedDevices(Exception):
-    """Raised by a dry run's job where no GPU is present but the plan needs one: compose again for an assumed machine."""
+    """Raised by a dry run's job that needs a GPU where none is: compose again for an assumed machine."""
 
 
 @dataclass(frozen=True)

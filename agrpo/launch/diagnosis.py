@@ -1,4 +1,4 @@
-"""Why a run ended: which process, how, its own words, the last sign of life of each process, the last lines of its log."""
+"""Why a run ended: which process, how, its own words, the last sign of life of each, the last lines of its log."""
 
 from __future__ import annotations
 
@@ -29,9 +29,11 @@ def silent(child: Child, seconds: float, limit: float, key: str, children: list[
     return StallError(_paragraph(head, child, children))
 
 
-def not_healthy(child: Child | None, urls: tuple[str, ...], limit: float, answer: str, children: list[Child]) -> ServerError:
+def not_healthy(
+    child: Child | None, urls: tuple[str, ...], limit: float, answer: str, children: list[Child]
+) -> ServerError:
     """The error for a server that does not become healthy in time (SRV-2)."""
-    head = f"the server at {', '.join(urls)} is not healthy after {limit:g} s ({answer}); raise server.timeout to wait longer"
+    head = f"the server at {', '.join(urls)} is not healthy after {limit:g} s ({answer}); raise server.timeout"
     return ServerError(_paragraph(head, child, children) if child else head)
 
 

@@ -2,8 +2,8 @@
 
     python leash.py COMMAND ...
 
-What a command starts in turn (a server's engines, a reward's subprocess) asks for no parent-death signal; the group does
-not need it to. SIGTERM is passed on to the command alone. Ends as the command ends: same exit code, or the same signal.
+What a command starts in turn (a server's engines, a reward's subprocess) asks for no parent-death signal; the group
+does not need it to. SIGTERM is passed on to the command alone. Ends as the command ends: by its exit code or signal.
 """
 
 from __future__ import annotations

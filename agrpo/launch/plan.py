@@ -1,4 +1,4 @@
-"""Everything derived before a run starts: devices, processes with their commands and environment, and the ports' places."""
+"""Everything derived before a run starts: devices, processes with their commands and environment, ports."""
 
 from __future__ import annotations
 

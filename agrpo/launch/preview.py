@@ -56,14 +56,15 @@ def _step(config: Config) -> list[str]:
     num_rows = config.run.num_processes * config.run.gradient_accumulation_steps
     budget = token_budget(config)
     size = config.rollout.group_size
-    shape = f"{config.run.gradient_accumulation_steps} microbatch(es) x {config.run.num_processes} row(s) = {num_rows} row(s)"
+    microbatches = config.run.gradient_accumulation_steps
+    shape = f"{microbatches} microbatch(es) x {config.run.num_processes} row(s) = {num_rows} row(s)"
     if budget is None:
         return [f"{shape}; tokens per row = the server's max_model_len", f"groups of {size} rollouts"]
     longest = config.sampler.max_completion_length
     fewest = max(1, num_rows * budget // max(1, size * longest))
     return [
         f"{shape} of {budget:,} unique tokens, at most {num_rows * budget:,} tokens per step",
-        f"groups of {size} rollouts; about {fewest} or more groups per step (all completions at the limit of {longest:,})",
+        f"groups of {size} rollouts; {fewest} or more groups per step (all completions at the limit of {longest:,})",
     ]
 
 
@@ -112,8 +113,8 @@ def _server_memory(config: Config, shape: Shape) -> list[str]:
     total = config.devices.gpus[devices[0]].memory_mib * 2**20 * share
     cache = total - weights / per_copy
     return [
-        f"server     {weights / per_copy / GIB:.1f} GiB per GPU: weights in {dtype}; {cache / GIB:.1f} GiB left for the "
-        f"key-value cache ({share:.0%} of the GPU)"
+        f"server     {weights / per_copy / GIB:.1f} GiB per GPU: weights in {dtype}; {cache / GIB:.1f} GiB left for "
+        f"the key-value cache ({share:.0%} of the GPU)"
     ]
 
 
@@ -132,7 +133,8 @@ def _derived(config: Config) -> list[str]:
     rollout, budget = config.rollout, token_budget(config)
     steps = f"{config.run.max_steps} steps" if config.run.max_steps else f"{config.run.num_train_epochs:g} epoch(s)"
     rows = config.run.num_processes * config.run.gradient_accumulation_steps
-    window = f"(max_staleness {rollout.max_staleness} + 1) steps of tokens, averaged over {rollout.allowance_window_steps} steps"
+    window = f"(max_staleness {rollout.max_staleness} + 1) steps of tokens"
+    window += f", averaged over {rollout.allowance_window_steps} steps"
     values = {
         "run.output_dir": config.run.output_dir,
         "run.num_processes": config.run.num_processes,
@@ -140,7 +142,8 @@ def _derived(config: Config) -> list[str]:
         "run length": steps,
         "server.max_model_len": context_length(config) or "told by the server",
         "packer.token_budget": budget or "the server's max_model_len",
-        "admission window": window + (f", at first {(rollout.max_staleness + 1) * rows * budget:,} tokens" if budget else ""),
+        "admission window": window
+        + (f", at first {(rollout.max_staleness + 1) * rows * budget:,} tokens" if budget else ""),
         "loss": option_name(config.loss),
         "sync": f"{option_name(config.sync)}, mode {config.sync.mode}, every {config.sync.every_steps} step(s)",
         "schedule": _schedule(config),

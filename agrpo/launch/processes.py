@@ -94,7 +94,15 @@ def spawn(launch: Launch, run_dir: Path) -> Child:
 def _environment() -> dict[str, str]:
     """This process's environment, with agrpo and the current folder importable in every child."""
     environment = dict(os.environ)
-    for name in ("HYDRA_FULL_ERROR", "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+    for name in (
+        "HYDRA_FULL_ERROR",
+        "RANK",
+        "WORLD_SIZE",
+        "LOCAL_RANK",
+        "LOCAL_WORLD_SIZE",
+        "MASTER_ADDR",
+        "MASTER_PORT",
+    ):
         environment.pop(name, None)
     paths = [environment.get("PYTHONPATH", ""), str(Path(agrpo.__file__).parents[1]), os.getcwd()]
     environment["PYTHONPATH"] = os.pathsep.join(dict.fromkeys(p for p in paths if p))

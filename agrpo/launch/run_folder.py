@@ -21,7 +21,7 @@ PACKAGES = ("torch", "transformers", "vllm", "hydra-core", "numpy", "aiohttp")
 
 
 def prepare(config: Config, overrides: list[str], ports: Ports) -> IO[str]:
-    """Write everything that the processes read at start (CLI-10). The lock is held until the returned file is closed."""
+    """Write everything that the processes read at start (CLI-10). The lock lasts until the returned file is closed."""
     run_dir = Path(config.run.output_dir)
     state = run_dir / "state"
     state.mkdir(parents=True, exist_ok=True)
@@ -29,7 +29,9 @@ def prepare(config: Config, overrides: list[str], ports: Ports) -> IO[str]:
     for left_over in (*state.glob("*.alive.json"), *state.glob("*.exit.json"), *state.glob(".*")):
         left_over.unlink()
     save(config, run_dir, overrides)
-    write_atomic(run_dir / "versions.json", json.dumps({**_versions(), "overrides": _public(overrides)}, indent=1) + "\n")
+    write_atomic(
+        run_dir / "versions.json", json.dumps({**_versions(), "overrides": _public(overrides)}, indent=1) + "\n"
+    )
     runtime = Runtime(
         server_urls=server_urls(config, ports),
         wire_host="127.0.0.1",
@@ -47,7 +49,9 @@ def _lock(run_dir: Path) -> IO[str]:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError:
         lock.close()
-        raise ConfigError(f"run.output_dir: another run is active in {run_dir}; stop it, or choose another folder") from None
+        raise ConfigError(
+            f"run.output_dir: another run is active in {run_dir}; stop it, or choose another folder"
+        ) from None
     return lock
 
 

@@ -105,7 +105,7 @@ class Supervisor:
         self.rollout = spawn(self.processes.rollout, self.run_dir)
 
     def _await_server(self) -> None:
-        """Poll /health until it answers, at most `server.timeout` seconds (SRV-2), with a line of progress now and then."""
+        """Poll /health until it answers, at most `server.timeout` seconds (SRV-2); tells its progress."""
         urls = self.urls
         began, told_at, answer = time.monotonic(), time.monotonic(), "no answer"
         for url in urls:
@@ -211,7 +211,9 @@ class Supervisor:
         """The normal end: the trainer has told the rollout to finish; give it time, then stop the server."""
         if not wait_all([self.rollout], ROLLOUT_GRACE_S):
             stop([self.rollout], 5.0)
-        stop([c for c in (self.rollout, *self.trainers) if c is not None], 0.0)  # what they may have left in their groups
+        stop(
+            [c for c in (self.rollout, *self.trainers) if c is not None], 0.0
+        )  # what they may have left in their groups
         if self.server is not None:
             stop([self.server], SERVER_GRACE_S)
         path = self.run_dir / "summary.json"

@@ -1,4 +1,4 @@
-"""A vLLM server that the run starts, watches and stops: its exact command line and environment (SRV-4, SAMP-5, LORA-4)."""
+"""A vLLM server that the run starts, watches and stops: its exact command and environment (SRV-4, SAMP-5, LORA-4)."""
 
 from __future__ import annotations
 
@@ -57,8 +57,10 @@ class Vllm:
         if self.python is None:
             # Without a GPU another line already says that this server cannot run here.
             if config.devices and importlib.util.find_spec("vllm") is None:
-                return ["server.python: package vllm is not installed here; run: pip install 'agrpo[vllm]', or set "
-                        "server.python to the Python of an environment that has it"]
+                return [
+                    "server.python: package vllm is not installed here; run: pip install 'agrpo[vllm]', or set "
+                    "server.python to the Python of an environment that has it"
+                ]
             return []
         python = shutil.which(os.path.expanduser(self.python))
         if python is None:

@@ -1,4 +1,4 @@
-"""A supervisor of scripted processes: `python supervise_scripted.py RUN_DIR SERVER TRAINER0 TRAINER1 ROLLOUT [KEY=VALUE]`."""
+"""A supervisor of scripted processes: `supervise_scripted.py RUN_DIR SERVER TRAINER0 TRAINER1 ROLLOUT [KEY=VALUE]`."""
 
 from __future__ import annotations
 

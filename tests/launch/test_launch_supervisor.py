@@ -1,4 +1,4 @@
-"""The supervisor with real processes that follow a script: start, normal end, every kind of death, signals, no orphan."""
+"""The supervisor with real processes that follow a script: normal end, every kind of death, signals, no orphan."""
 
 import json
 import os
@@ -44,7 +44,7 @@ class Run:
         return {name: self.await_phase(name, phase) for name, phase in phases.items()}
 
     def end(self, startup_s: float = 30.0) -> tuple[int, str, str]:
-        """Exit code and output; afterwards no process of the run may be left. Start-up counts where it is not awaited."""
+        """Exit code and output; afterwards no process of the run may be left. `startup_s` is for runs not awaited."""
         out, err = self.popen.communicate(timeout=startup_s + LIMIT_S)
         assert self.left() == []
         return self.popen.returncode, out, err
