@@ -268,8 +268,11 @@ class Link:
 
     async def _send(self, buffers: list[bytes | memoryview]) -> None:
         async with self._lock:
-            self._writer.writelines(buffers)
-            await self._writer.drain()
+            try:
+                self._writer.writelines(buffers)
+                await self._writer.drain()
+            except ConnectionError as error:
+                raise WireError("the trainer closed the connection") from error
 
     async def receive(self) -> Message:
         """The next message of the trainer; WireError when it has gone."""

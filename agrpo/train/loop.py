@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
+from agrpo.errors import AgrpoError
 from agrpo.metrics.window import Window
 from agrpo.model.optim import Updater
 from agrpo.model.shard import full_tensors
@@ -15,6 +17,9 @@ from agrpo.model.terms import DeviceRow, token_terms
 from agrpo.train.figures import LossFigures
 from agrpo.train.proof import prove
 from agrpo.train.ranks import Ranks, Work
+
+SKIPPED_LIMIT = 10  # float16 loss scaling skips a few steps in a row while it finds its scale
+_log = logging.getLogger(__name__)
 
 
 class DeviceTimer:
@@ -60,6 +65,7 @@ class Trainer:
     temperature: float
     version: int  # weight version the server holds
     every_steps: int  # optimizer steps between two syncs
+    num_skipped: int = 0  # updates in a row that were not applied
     window: Window = field(default_factory=Window)
     figures: LossFigures = field(init=False)
     forward_timer: DeviceTimer = field(init=False)
@@ -83,8 +89,20 @@ class Trainer:
         began = time.perf_counter()
         update = self.updater.step()
         self.window.add("perf/optimizer_s", time.perf_counter() - began)
+        self._check(update, work.index)
         self.window.add("grad_norm", update.grad_norm)
         self.window.add("learning_rate", update.learning_rate)
+
+    def _check(self, update: Any, step_index: int) -> None:
+        """An update that could not be applied is said; several in a row end the run, whose weights no longer change."""
+        self.num_skipped = 0 if update.is_applied else self.num_skipped + 1
+        if not update.is_applied:
+            _log.warning("step %d: the gradient norm is not finite, the weights stay as they were", step_index)
+        if self.num_skipped >= SKIPPED_LIMIT:
+            raise AgrpoError(
+                f"the gradient norm was not finite in {self.num_skipped} steps in a row, the last one step {step_index}: "
+                "lower optimizer.learning_rate, or set model.precision=no to rule out the precision"
+            )
 
     def send_weights(self, version: int) -> None:
         """Make the server equal to the model under `version`, and prove it where that is due (SYNC-3, SYNC-16)."""
