@@ -49,17 +49,13 @@ def divide(step: Step, normalization: str) -> list[Work]:
 class Ranks:
     """This process's place among the trainer's ranks, from torchrun's environment variables."""
 
-    def __init__(self, use_cpu: bool, timeout_s: float, busy_cores: int = 0):
-        """`busy_cores` are taken by other processes of the run: threads beyond the rest would wait for one another."""
+    def __init__(self, use_cpu: bool, timeout_s: float):
         self.rank, self.world_size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
         local_rank = int(os.environ.get("LOCAL_RANK", 0))
         has_gpu = torch.cuda.is_available() and not use_cpu
         self.device = torch.device("cuda", local_rank) if has_gpu else torch.device("cpu")
         if has_gpu:
             torch.cuda.set_device(self.device)
-        else:
-            local_world = int(os.environ.get("LOCAL_WORLD_SIZE", self.world_size))
-            torch.set_num_threads(max(1, ((os.cpu_count() or 1) - busy_cores) // local_world))
         if self.world_size > 1:
             backend = "cpu:gloo,cuda:nccl" if has_gpu else "gloo"
             dist.init_process_group(backend, timeout=datetime.timedelta(seconds=timeout_s))

@@ -60,8 +60,7 @@ class TrainRun:
 
     def open(self) -> None:
         config = self.config
-        busy_cores = getattr(config.server, "threads", 0)  # a server that computes on this machine's CPU
-        self.ranks = Ranks(config.run.use_cpu, config.run.collective_timeout, busy_cores)
+        self.ranks = Ranks(config.run.use_cpu, config.run.collective_timeout)
         _seed(config.run.seed, config.run.full_determinism)
         self.life.beat("loading the model")
         self.model, self.tokenizer = load_model(config.model, self.ranks.device), load_tokenizer(config.model)
