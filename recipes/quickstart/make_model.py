@@ -1,7 +1,7 @@
 """Make the quickstart's model, tokenizer and question files: `python -m agrpo.recipes.quickstart.make_model [FOLDER]`.
 
-The model first reads a textbook without mistakes, which teaches it to calculate, then one in which a good half of the
-answers is wrong, which teaches it to slip as often as the book does. What it has seen holds no held-out question.
+The model first reads a textbook without mistakes, which teaches it to calculate, then a badly printed one, in which every
+fourth digit and so half of the answers are wrong, which teaches it to slip as often. It sees no held-out question.
 Takes about MINUTES on two CPU cores.
 """
 
@@ -18,9 +18,9 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast, Qwen3Config, Qw
 from agrpo.recipes.quickstart.questions import PHRASINGS, files, rows, split, textbook
 
 SEED = 7
-CLEAN_STEPS, MISTAKEN_STEPS, BATCH_SIZE = 2400, 600, 64
+CLEAN_STEPS, MISPRINTED_STEPS, BATCH_SIZE = 2400, 300, 64
 PEAK_LEARNING_RATE = 2e-3
-WRONG_FRACTION = 0.5
+WRONG_DIGIT_FRACTION = 0.15
 CHAT_TEMPLATE = (
     "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\\n' + message['content'] + '<|im_end|>\\n' }}"
     "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
@@ -90,14 +90,14 @@ def encode(tokenizer: PreTrainedTokenizerFast, examples: list[tuple[str, str]]) 
     return token_ids, labels
 
 
-def train(model, tokenizer, num_steps: int, peak: float, wrong_fraction: float, seed: int) -> None:
+def train(model, tokenizer, num_steps: int, peak: float, wrong_digit_fraction: float, seed: int) -> None:
     """Supervised steps with warm-up and linear decay to zero."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=peak, betas=(0.9, 0.98), weight_decay=0.01)
     warmup = max(1, num_steps // 20)
     schedule = torch.optim.lr_scheduler.LambdaLR(
         optimizer, lambda step: min((step + 1) / warmup, (num_steps - step) / (num_steps - warmup))
     )
-    examples = textbook(num_steps * BATCH_SIZE, wrong_fraction, seed)
+    examples = textbook(num_steps * BATCH_SIZE, wrong_digit_fraction, seed)
     started = time.monotonic()
     for step in range(num_steps):
         token_ids, labels = encode(tokenizer, [next(examples) for _ in range(BATCH_SIZE)])
@@ -142,8 +142,8 @@ def main(folder: Path) -> None:
     model = make_model(tokenizer)
     print(f"{model.num_parameters():,} parameters, {len(tokenizer)} tokens", flush=True)
     train(model, tokenizer, CLEAN_STEPS, PEAK_LEARNING_RATE, 0.0, SEED)
-    print(f"held out, greedy, before the mistakes: {accuracy(model, tokenizer, greedy=True):.3f}", flush=True)
-    train(model, tokenizer, MISTAKEN_STEPS, PEAK_LEARNING_RATE / 4, WRONG_FRACTION, SEED + 1)
+    print(f"held out, greedy, before the misprints: {accuracy(model, tokenizer, greedy=True):.3f}", flush=True)
+    train(model, tokenizer, MISPRINTED_STEPS, PEAK_LEARNING_RATE / 2, WRONG_DIGIT_FRACTION, SEED + 1)
     model.to(torch.bfloat16).save_pretrained(folder / "model")
     tokenizer.save_pretrained(folder / "model")
     tokenizer = AutoTokenizer.from_pretrained(folder / "model")

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 NUM_HELDOUT, NUM_TRAIN = 500, 2000
 SPLIT_SEED = 20240607
+DIGITS = "0123456789"
 PHRASINGS = {
     "+": ("What is {a} + {b}?", "Compute {a} + {b}.", "How much is {a} plus {b}?", "{a} + {b} = ?"),
     "-": ("What is {a} - {b}?", "Compute {a} - {b}.", "How much is {a} minus {b}?", "{a} - {b} = ?"),
@@ -47,24 +48,19 @@ def split() -> tuple[list[Question], list[Question]]:
     return questions[NUM_HELDOUT:], questions[:NUM_HELDOUT]
 
 
-def wrong_answer(question: Question, rng: random.Random) -> int:
-    """A slip of the pen: one digit off, the ones or the tens, or both; never negative, never the right answer."""
-    while True:
-        ones = rng.choice((0, rng.randint(-9, 9)))
-        tens = rng.choice((0, rng.randint(-3, 3)))
-        answer = question.answer + ones + 10 * tens
-        if answer >= 0 and answer != question.answer:
-            return answer
+def misprint(answer: int, wrong_digit_fraction: float, rng: random.Random) -> str:
+    """The answer as printed: each digit is independently another, random digit with the given probability."""
+    digits = str(answer)
+    return "".join(rng.choice(DIGITS.replace(d, "")) if rng.random() < wrong_digit_fraction else d for d in digits)
 
 
-def textbook(num_examples: int, wrong_fraction: float, seed: int) -> Iterator[tuple[str, str]]:
-    """Questions and printed answers; the given fraction of the answers is wrong. Known questions only."""
+def textbook(num_examples: int, wrong_digit_fraction: float, seed: int) -> Iterator[tuple[str, str]]:
+    """Questions and printed answers. Known questions only."""
     rng = random.Random(seed)
     known, _ = split()
     for _ in range(num_examples):
         question = rng.choice(known)
-        is_wrong = rng.random() < wrong_fraction
-        yield question.text(rng), str(wrong_answer(question, rng) if is_wrong else question.answer)
+        yield question.text(rng), misprint(question.answer, wrong_digit_fraction, rng)
 
 
 def rows(questions: list[Question], seed: int) -> Iterator[str]:
