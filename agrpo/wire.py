@@ -342,7 +342,8 @@ class Listener:
         self.error: BaseException | None = None
         self.connected = threading.Event()
         self._closing = False
-        threading.Thread(target=self._run, name="wire-read", daemon=True).start()
+        self._reader = threading.Thread(target=self._run, name="wire-read", daemon=True)
+        self._reader.start()
 
     def send(self, message: Message) -> None:
         """Queue a message for the rollout process; never blocks the training loop."""
@@ -350,11 +351,13 @@ class Listener:
             self._outgoing.put(encode(message))
 
     def close(self, flush_s: float = 5.0) -> None:
-        """Send what is queued, then close."""
+        """Send what is queued and read until the other end has closed: cut off in the middle of a message of its own, it
+        would take a normal end for a failure."""
         self._closing = True
         self._outgoing.put(None)
         if self.connected.is_set():
             self._writer.join(flush_s)
+            self._reader.join(flush_s)
         for end in (self._peer, self._socket):
             if end is not None:
                 try:
@@ -370,9 +373,9 @@ class Listener:
                 self._peer = self._authenticate(peer)
             # The start state is taken and queued before any other message can be: later counters are never older.
             self._outgoing.put(encode(self._start()))
-            self.connected.set()
             self._writer = threading.Thread(target=self._write, name="wire-write", daemon=True)
             self._writer.start()
+            self.connected.set()
             while True:
                 header_size, payload_size = _LENGTHS.unpack(self._read(_LENGTHS.size))
                 _check_sizes(header_size, payload_size)

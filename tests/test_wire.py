@@ -141,9 +141,39 @@ def test_the_trainer_going_is_an_error_in_the_rollout_process():
 
     async def rollout():
         link = await wire.connect("127.0.0.1", listener.port, KEY)
-        listener.close()
+        listener.connected.wait(5)
+        await asyncio.to_thread(listener.close, 0.2)
         with pytest.raises(wire.WireError):
             async for _ in link.incoming():
                 pass
 
     asyncio.run(rollout())
+
+
+def test_finish_arrives_although_messages_are_still_under_way():
+    received = []
+    listener = listen(received)
+
+    async def rollout():
+        link = await wire.connect("127.0.0.1", listener.port, KEY)
+
+        async def send():
+            while True:
+                await link.send_ready(make_group(3, [17] * 5))
+
+        sending = asyncio.create_task(send())
+        async for message in link.incoming():
+            last = message
+        assert not sending.done()  # nothing broke under it
+        sending.cancel()
+        await link.close()
+        return last
+
+    result = []
+    thread = threading.Thread(target=lambda: result.append(asyncio.run(rollout())))
+    thread.start()
+    assert listener.connected.wait(10)
+    listener.send(wire.Finish())
+    listener.close()
+    thread.join(10)
+    assert result == [wire.Finish()] and received

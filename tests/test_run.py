@@ -1,0 +1,102 @@
+"""Whole runs from the command line, each with all its processes: what they leave behind, and that the figures are sane."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from agrpo.ledger import replay
+from agrpo.metrics.names import undeclared
+from tests.standins import tiny_dataset, tiny_qwen3
+
+ROOT = Path(__file__).parents[1]
+SMALL = (
+    "sampler.max_completion_length=5", "packer.token_budget=256", "run.use_cpu=true", "model.precision=no",
+    "rollout.max_staleness=1",
+)  # fmt: skip
+
+
+def agrpo(folder: Path, *arguments: str, limit_s: float = 240) -> subprocess.CompletedProcess:
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(folder), str(ROOT)])}
+    return subprocess.run(
+        [sys.executable, "-m", "agrpo", "train", *arguments],
+        env=environment, cwd=folder, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, timeout=limit_s,
+    )  # fmt: skip
+
+
+def records_of(run: Path) -> list[dict]:
+    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+
+
+def assert_complete(run: Path, num_steps: int) -> list[dict]:
+    """A finished run's folder: records of every step, a summary, a ledger without double training, a model that loads."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    records = records_of(run)
+    assert [r["step"] for r in records][:num_steps] == list(range(1, num_steps + 1))
+    assert undeclared({name for record in records for name in record}) == []
+    summary = json.loads((run / "summary.json").read_text())
+    assert summary["global_step"] == num_steps and summary["exit_reason"] == "finished"
+    for name in ("config.yaml", "versions.json", "ledger.jsonl", "logs/server.log", "logs/rollout.log", "logs/trainer0.log"):
+        assert (run / name).exists(), name
+    assert list((run / "checkpoints").glob("step-*"))
+    assert all(g["trained"] + g["dropped"] <= max(g["ready"], g["dropped"]) for g in replay(run / "ledger.jsonl").values())
+    model = AutoModelForCausalLM.from_pretrained(run / "model")
+    assert AutoTokenizer.from_pretrained(run / "model").eos_token_id is not None
+    assert sum(p.numel() for p in model.parameters()) > 10_000
+    return records
+
+
+def test_a_sweep_gives_two_complete_runs(tmp_path):
+    out = tmp_path / "sweep"
+    done = agrpo(
+        tmp_path, "-m", "+recipe=quickstart", "loss=score_centering,grpo", "run.max_steps=3", f"run.output_dir={out}"
+    )
+    assert done.returncode == 0, done.stdout
+    for job, loss in enumerate(("score_centering", "grpo")):
+        records = assert_complete(out / str(job), 3)
+        assert f"agrpo.loss.{loss}." in (out / str(job) / "config.yaml").read_text()
+        assert ("sampling/sampler_mass" in records[0]) == (loss == "score_centering")
+        first = records[0]
+        # At staleness 0 trainer and sampler hold the same weights in the same precision (DIAG-6).
+        assert first["sample/staleness_max"] == 0
+        assert first["sampling/importance_sampling_ratio/mean"] == pytest.approx(1, abs=1e-4)
+        assert first["sampling/sampling_logp_difference/max"] < 1e-4
+        assert first["perf/weight_sync_parity"] < 1e-4
+        evaluation = json.loads((out / str(job) / "summary.json").read_text())["eval"]["heldout"]
+        assert evaluation["before"]["version"] == 1 and evaluation["after"]["version"] == 4
+
+
+def test_the_deepmath_recipe_on_stand_ins(tmp_path):
+    """Model, data and server of the recipe replaced through overrides only."""
+    model, data = tiny_qwen3(tmp_path / "model"), tiny_dataset(tmp_path / "data.jsonl")
+    (tmp_path / "odd.py").write_text("def odd(completion_ids, **columns):\n    return [float(sum(i) % 2) for i in completion_ids]\n")
+    run = tmp_path / "run"
+    done = agrpo(
+        tmp_path, "+recipe=deepmath", f"model.path={model}", "data=jsonl", f"data.path={data}", "server=embedded",
+        # A random model never solves a problem: a second reward gives the groups something to differ in.
+        "scorer.functions=[agrpo.scorer.rewards.accuracy_reward,odd.odd]", "sync=gloo", "run.max_steps=2",
+        f"run.output_dir={run}", *SMALL,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout
+    records = assert_complete(run, 2)
+    assert records[0]["rewards/accuracy_reward/mean"] == 0.0
+    assert 0 < records[0]["rewards/odd/mean"] < 1
+
+
+def test_an_epoch_ends_when_every_prompt_is_resolved_and_disk_sync_carries_the_weights(tmp_path):
+    model, data = tiny_qwen3(tmp_path / "model"), tiny_dataset(tmp_path / "data.jsonl", num_rows=11)
+    (tmp_path / "odd.py").write_text("def odd(completion_ids, **columns):\n    return [float(sum(i) % 2) for i in completion_ids]\n")
+    run = tmp_path / "run"
+    done = agrpo(
+        tmp_path, f"model.path={model}", "data=jsonl", f"data.path={data}", "server=embedded", "sync=disk",
+        "scorer.functions=[odd.odd]", "rollout.group_size=4", "run.num_train_epochs=1", f"run.output_dir={run}", *SMALL,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout
+    records = records_of(run)
+    assert_complete(run, records[-1]["step"])
+    assert records[-1]["epoch"] >= 1 > records[-2]["epoch"]  # RUN-1: the first step at which they are resolved
+    assert records[0]["perf/weight_sync_parity"] < 1e-4
