@@ -166,6 +166,7 @@ def test_finish_arrives_although_messages_are_still_under_way():
             last = message
         assert not sending.done()  # nothing broke under it
         sending.cancel()
+        await asyncio.gather(sending, return_exceptions=True)
         await link.close()
         return last
 
