@@ -16,7 +16,7 @@ PROBLEMS = (
 
 
 def tiny_qwen3(path: Path, seed: int = 0, num_layers: int = 2) -> Path:
-    """A Qwen3 model folder of random weights with the quickstart's tokenizer: 44k parameters, any text goes through."""
+    """A Qwen3 model folder of random weights with the quickstart's tokenizer: 65k parameters, any text goes through."""
     import torch
     from transformers import AutoTokenizer, Qwen3Config, Qwen3ForCausalLM
 

@@ -85,7 +85,8 @@ def test_reward_of_right_wrong_and_malformed_answers():
         return [{"role": "assistant", "content": text}]
 
     completions = [say("85"), say(" 85\n"), say("84"), say("85 86"), say("085"), say(""), [], say(None)]
-    assert correct(completions=completions, answer=["85"] * 8, prompts=[], completion_ids=[]) == [1, 1, 0, 0, 0, 0, 0, 0]
+    rewards = correct(completions=completions, answer=["85"] * 8, prompts=[], completion_ids=[])
+    assert rewards == [1, 1, 0, 0, 0, 0, 0, 0]
 
 
 def test_reward_refuses_lists_of_different_length():
