@@ -100,3 +100,21 @@ def test_an_epoch_ends_when_every_prompt_is_resolved_and_disk_sync_carries_the_w
     assert_complete(run, records[-1]["step"])
     assert records[-1]["epoch"] >= 1 > records[-2]["epoch"]  # RUN-1: the first step at which they are resolved
     assert records[0]["perf/weight_sync_parity"] < 1e-4
+
+
+def test_a_run_that_is_complete_ends_well_when_it_is_resumed(tmp_path):
+    """RES-12, with an evaluation at the end, which is asked for before the rollout process is there."""
+    model, data = tiny_qwen3(tmp_path / "model"), tiny_dataset(tmp_path / "data.jsonl")
+    (tmp_path / "odd.py").write_text("def odd(completion_ids, **columns):\n    return [float(sum(i) % 2) for i in completion_ids]\n")
+    run = tmp_path / "run"
+    arguments = (
+        f"model.path={model}", "data=jsonl", f"data.path={data}", "server=embedded", "sync=gloo", "run.max_steps=2",
+        "scorer.functions=[odd.odd]", "rollout.group_size=4", f"run.output_dir={run}", "rollout.progress_timeout=30",
+        f"+eval.held={{_target_: agrpo.eval.Evaluation, data: {{_target_: agrpo.data.jsonl.Jsonl, path: {data}}}}}", *SMALL,
+    )  # fmt: skip
+    done = agrpo(tmp_path, *arguments)
+    assert done.returncode == 0, done.stdout
+    done = agrpo(tmp_path, *arguments, "run.resume=auto")
+    assert done.returncode == 0, done.stdout
+    assert "complete already: 2 steps" in (run / "logs" / "trainer0.log").read_text()
+    assert json.loads((run / "summary.json").read_text())["global_step"] == 2

@@ -54,6 +54,7 @@ class Feeder:
         # Samples restored from a checkpoint were never sent on this wire: its counters start that much below zero.
         self._restored_tokens = 0
         self.evaluations: dict[str, list[dict[str, float]]] = {}
+        self._heard_at = 0.0  # time.monotonic() of the rollout process's last message
         self._error: BaseException | None = None
         self._listener: wire.Listener | None = None
 
@@ -84,7 +85,9 @@ class Feeder:
             self._credit.step_used(raw)
             self._in_step = samples
             self._window.merge(window)
-            self._gate_closed = self._settings.max_staleness == 0
+            # Closed until the sync after this step; without one nothing would open it again (STA-14).
+            is_sync_next = self._version_at(step.index + 1) > self._version_at(step.index)
+            self._gate_closed = self._settings.max_staleness == 0 and is_sync_next
         self._publish()
         return step
 
@@ -130,19 +133,27 @@ class Feeder:
             groups = [(self._groups[g], tuple(samples)) for g, samples in self._untrained.items()]
         return state, b"".join(wire.frame(_with_samples(group, samples)) for group, samples in groups)
 
-    def run_evaluations(self, version: int, names: list[str], timeout_s: float, beat: Callable[[], None]) -> list[str]:
-        """Ask for the final evaluations and wait; returns the names that did not arrive in time."""
-        if not names:
-            return []
-        before = {name: len(self.evaluations.get(name, ())) for name in names}
-        self._send(wire.RunEval(version))
+    def await_rollout(self, timeout_s: float, beat: Callable[[], None]) -> bool:
+        """Whether the rollout process has connected; before that no message can reach it."""
         deadline = time.monotonic() + timeout_s
-        missing = names
-        while missing and time.monotonic() < deadline:
+        while not self._listener.connected.wait(0.05) and time.monotonic() < deadline:
             self._check()
             beat()
-            time.sleep(0.05)
-            missing = [n for n in names if len(self.evaluations.get(n, ())) == before[n]]
+        return self._listener.connected.is_set()
+
+    def run_evaluations(self, version: int, names: list[str], timeout_s: float, beat: Callable[[], None]) -> list[str]:
+        """Ask for the final evaluations and wait; returns the names still missing when the rollout process, which watches
+        its own progress, has sent nothing for `timeout_s` seconds."""
+        before = {name: len(self.evaluations.get(name, ())) for name in names}
+        missing = names
+        if names and self.await_rollout(timeout_s, beat):
+            self._heard_at = time.monotonic()
+            self._send(wire.RunEval(version))
+            while missing and time.monotonic() < self._heard_at + timeout_s:
+                self._check()
+                beat()
+                time.sleep(0.05)
+                missing = [n for n in names if len(self.evaluations.get(n, ())) == before[n]]
         return missing
 
     def close(self) -> None:
@@ -171,10 +182,11 @@ class Feeder:
             )
 
     def _receive(self, message: Any) -> None:
+        self._heard_at = time.monotonic()
         if isinstance(message, ReadyGroup):
-            with self._lock:
+            with self._lock:  # one hold: a checkpoint between the two would keep the line without the samples
                 self.ledger.ready(message.group_id, len(message.samples))
-            self._accept(message)
+                self._accept(message)
         elif isinstance(message, wire.Resolved):
             with self._lock:
                 self.ledger.dropped(message.group_id, message.reason)

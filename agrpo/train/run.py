@@ -15,7 +15,7 @@ import torch
 
 from agrpo.config import Config
 from agrpo.errors import ConfigError, StallError
-from agrpo.ledger import AdmissionCredit, Ledger
+from agrpo.ledger import AdmissionCredit, Intervals, Ledger
 from agrpo.lifecycle import Life, Runtime
 from agrpo.metrics.diagnose import verdicts
 from agrpo.metrics.sinks import open_sinks
@@ -34,6 +34,7 @@ from agrpo.train.ranks import END, IDLE, Ranks, divide
 from agrpo.train.state import Progress, checkpoint_to_resume, restore, save
 
 _IDLE_S = 1.0  # how often rank 0 looks up while it waits for samples
+_CONNECT_S = 30.0  # for the rollout process to connect before it is told that the run is over
 _log = logging.getLogger(__name__)
 
 
@@ -74,9 +75,16 @@ class TrainRun:
         if self.resumed_from is not None:
             self.life.beat("restoring the checkpoint")
             self.progress = restore(self.resumed_from, self.model, self.updater, config.run, self.fingerprint)
+            self._epoch = self.ranks.tell(self._epochs_of(self.progress.ledger))
         self._open_sync()
         if self.ranks.is_first:
             self._open_feed()
+
+    def _epochs_of(self, ledger: dict[str, Any] | None) -> int:
+        """Complete passes in a checkpoint's ledger; rank 0 alone knows the data."""
+        if ledger is None or not self.num_rows:
+            return 0
+        return len(Intervals(map(tuple, ledger["resolved"]))) // self.num_rows
 
     def _open_sync(self) -> None:
         """The first sync makes the server equal to the trainer before any prompt is sent (SYNC-2, RES-13)."""
@@ -132,14 +140,16 @@ class TrainRun:
             version=first_version,
             step=first_step,
         )
-        resumed_step = progress.step if self.resumed_from is not None else None
-        self.sinks = open_sinks(config.logger, self.run_dir, resumed_step)
+        # Also a fresh start: a run killed before its first checkpoint left records of steps that come again.
+        self.sinks = open_sinks(config.logger, self.run_dir, progress.step)
         self.feeder.open(self.runtime.wire_host, self.runtime.wire_port, self.runtime.wire_key, list(progress.ready))
 
     def train(self) -> None:
         """Steps until the run is complete or asked to stop; every rank runs the same sequence."""
         self.began_at = self._step_ended_at = time.perf_counter()
         self._waited_s = 0.0
+        if self.ranks.is_first and self._is_complete():
+            _log.info("the run is complete already: %d steps, %d groups resolved", self.progress.step, self.feeder.num_resolved)
         while True:
             work = self.ranks.share(self._next_works() if self.ranks.is_first else None)
             if work.kind == "end":
@@ -254,17 +264,17 @@ class TrainRun:
         save(folder, self.model, self.updater, self.config.checkpoint, self.progress, fed, self.fingerprint)
 
     def finish(self) -> None:
-        """Final evaluations, checkpoint, exported model, summary (RUN-8)."""
+        """Checkpoint, exported model, final evaluations, summary (RUN-8). What was trained is safe before anything is
+        asked of other processes."""
         wall_s = time.perf_counter() - self.began_at
         is_done = self.exit_reason == "finished"
-        if is_done:
-            self._evaluate()
         if self.config.checkpoint.save_final or not is_done:
             self.save()
         if is_done:
             self.life.beat("exporting the model")
             dtype = checkpoints.export_dtype(self.config.model)
             checkpoints.export(self.model, self.tokenizer, self.run_dir / "model", dtype)
+            self._evaluate()
         if self.ranks.is_first:
             write_summary(self.run_dir, self.exit_reason, version=self.trainer.version, training_s=round(wall_s, 3))
 
@@ -275,13 +285,20 @@ class TrainRun:
             self.trainer.send_weights(self.trainer.version + 1)
             if self.ranks.is_first:
                 self.feeder.synced(self.trainer.version)
-        if not self.ranks.is_first or not names:
+        if not self.ranks.is_first:
+            return
+        if not names:
+            # A run that was complete when it was resumed ends before the rollout process is there to be told so.
+            self.feeder.await_rollout(_CONNECT_S, lambda: self.life.beat("ending"))
             return
         self.life.beat("evaluating")
         limit = self.config.rollout.progress_timeout or self.config.server.timeout
         missing = self.feeder.run_evaluations(self.trainer.version, names, limit, lambda: self.life.beat("evaluating"))
         if missing:
-            raise StallError(f"waited {limit:.0f} s for the final evaluation of {', '.join(missing)}")
+            raise StallError(
+                f"the rollout process sent nothing for {limit:.0f} s during the final evaluation of {', '.join(missing)}; "
+                f"the trained model is in {self.run_dir / 'model'}"
+            )
         self._write(self.feeder.take_window(), self.progress.step, {})
 
     def close(self) -> None:

@@ -70,7 +70,7 @@ class RolloutEnd:
         self.loop = asyncio.new_event_loop()
         threading.Thread(target=self.loop.run_forever, daemon=True).start()
         self.link = self.run(wire.connect("127.0.0.1", feeder.port, KEY))
-        self.credit, self.versions = None, []
+        self.credit, self.versions, self.evaluations = None, [], []
         asyncio.run_coroutine_threadsafe(self.listen(), self.loop)
 
     def run(self, coroutine):
@@ -82,6 +82,8 @@ class RolloutEnd:
                 self.credit = message
             elif isinstance(message, wire.VersionUpdate):
                 self.versions.append(message.version)
+            elif isinstance(message, wire.RunEval):
+                self.evaluations.append(message.version)
 
     def send(self, *groups):
         for group in groups:
@@ -153,6 +155,39 @@ def test_staleness_zero_closes_the_gate_until_the_sync(tmp_path):
     feeder.trained(step)
     feeder.synced(2)
     wait_until(lambda: not end.credit.gate_closed)
+    feeder.close()
+
+
+def test_staleness_zero_leaves_the_gate_open_after_a_step_without_a_sync(tmp_path):
+    feeder = make_feeder(tmp_path, max_staleness=0, every=2)
+    end = RolloutEnd(feeder)
+    end.send(make_group(0, 1), make_group(1, 1))
+    feeder.trained(next_step(feeder))
+    wait_until(lambda: end.credit is not None and end.credit.taken_tokens == 15)
+    assert not end.credit.gate_closed  # no sync comes before step 2: nothing else would let its samples start
+    end.send(make_group(2, 1))
+    step = next_step(feeder)
+    wait_until(lambda: end.credit.gate_closed)
+    feeder.trained(step)
+    feeder.synced(2)
+    wait_until(lambda: not end.credit.gate_closed)
+    feeder.close()
+
+
+def test_a_final_evaluation_waits_for_the_rollout_process_and_as_long_as_that_is_alive(tmp_path):
+    feeder = make_feeder(tmp_path)
+    missing = []
+    wait = threading.Thread(target=lambda: missing.append(feeder.run_evaluations(1, ["heldout"], 0.6, lambda: None)))
+    wait.start()
+    threading.Event().wait(0.2)  # asked before anyone is connected, as in a run that was complete when it was resumed
+    end = RolloutEnd(feeder)
+    for _ in range(5):
+        threading.Event().wait(0.2)
+        end.run(end.link.send_metrics({}))
+    end.run(end.link.send_eval("heldout", {"reward": 0.5}))
+    wait.join(10)
+    assert missing == [[]] and end.evaluations == [1]
+    assert feeder.run_evaluations(1, ["heldout"], 0.2, lambda: None) == ["heldout"]
     feeder.close()
 
 
