@@ -133,7 +133,7 @@ def _derived(config: Config) -> list[str]:
     rollout, budget = config.rollout, token_budget(config)
     steps = f"{config.run.max_steps} steps" if config.run.max_steps else f"{config.run.num_train_epochs:g} epoch(s)"
     rows = config.run.num_processes * config.run.gradient_accumulation_steps
-    window = f"(max_staleness {rollout.max_staleness} + 1) steps of tokens"
+    window = f"max(max_staleness {rollout.max_staleness}, 1) steps of tokens"
     window += f", averaged over {rollout.allowance_window_steps} steps"
     values = {
         "run.output_dir": config.run.output_dir,
@@ -143,7 +143,7 @@ def _derived(config: Config) -> list[str]:
         "server.max_model_len": context_length(config) or "told by the server",
         "packer.token_budget": budget or "the server's max_model_len",
         "admission window": window
-        + (f", at first {(rollout.max_staleness + 1) * rows * budget:,} tokens" if budget else ""),
+        + (f", at first {max(rollout.max_staleness, 1) * rows * budget:,} tokens" if budget else ""),
         "loss": option_name(config.loss),
         "sync": f"{option_name(config.sync)}, mode {config.sync.mode}, every {config.sync.every_steps} step(s)",
         "schedule": _schedule(config),
