@@ -174,6 +174,15 @@ def test_all_faults_are_reported_together():
         (["scorer.functions=[no.such.reward]"], ["scorer.functions", "no.such.reward"]),
         (["data=none", "env.factory=null"], ["run.max_steps"]),
         (["sync.mode=lora"], ["sync.mode", "lora"]),
+        # What this version has no use for is refused, never ignored.
+        (["checkpoint.hub.push=end", "checkpoint.hub.model_id=a/b"], ["checkpoint.hub.push", "leave it no"]),
+        (["model=lora"], ["model.lora.enabled=true", "model=full"]),
+        (["model.router_aux_loss_coef=0.1"], ["model.router_aux_loss_coef"]),
+        (["optimizer.target_modules=[mlp]"], ["optimizer.target_modules", "null"]),
+        (["optimizer.lr_scheduler_type=math.sqrt"], ["optimizer.lr_scheduler_type", "import path"]),
+        (["logger.num_completions_to_print=3"], ["logger.num_completions_to_print", "completions.jsonl"]),
+        (["sync.cache=salt"], ["sync.cache=salt", "reset"]),
+        (["data.streaming=true"], ["run.max_steps", "data.streaming=true"]),
     ],
 )
 def test_rules_between_keys_name_key_and_remedy(overrides, words):

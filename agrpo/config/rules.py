@@ -33,6 +33,7 @@ def problems(config: Config) -> list[str]:
     """Every violation, the components' own included; empty if the configuration can start."""
     lines = [*_run(config.run, config.devices), *_rollout(config), *_checkpoint(config), *_model(config)]
     lines += _optimizer(config)
+    lines += _without_effect(config)
     for name in GROUPS:
         component = getattr(config, name)
         lines += component.problems(config) if hasattr(component, "problems") else []
@@ -201,6 +202,30 @@ def _optimizer(config: Config) -> Iterator[str]:
             f"optimizer.warmup_steps={optimizer.warmup_steps:g} is a share of run.max_steps, which is not set; set "
             "run.max_steps=N, or give whole steps"
         )
+
+
+def _without_effect(config: Config) -> Iterator[str]:
+    """Keys whose feature is not part of this version: a value that would change nothing is refused, never ignored."""
+    checkpoint, model, optimizer = config.checkpoint, config.model, config.optimizer
+    if checkpoint.hub.push != "no":
+        yield "checkpoint.hub.push is not used by this version; leave it no, and upload the folder model of a finished run"
+    if model.lora.enabled:
+        yield "model.lora.enabled=true is not used by this version, which trains every weight; set model=full"
+    if model.router_aux_loss_coef:
+        yield "model.router_aux_loss_coef is not used by this version, which adds no auxiliary loss; leave it null, or 0"
+    if model.attention_backend not in ("auto", "sdpa"):
+        yield f"model.attention_backend={model.attention_backend} is not used by this version; leave it auto"
+    if optimizer.target_modules is not None:
+        yield "optimizer.target_modules is not used by this version; leave it null"
+    if "." in optimizer.lr_scheduler_type:
+        yield f"optimizer.lr_scheduler_type must be one of {', '.join(SCHEDULES)} in this version, not an import path"
+    if config.logger.num_completions_to_print is not None:
+        yield (
+            "logger.num_completions_to_print is not used by this version; leave it null: logger.log_completions=true writes "
+            "completions.jsonl in the run folder"
+        )
+    if getattr(config.sync, "cache", None) == "salt":
+        yield "sync.cache=salt is not used by this version; use reset, or keep"
 
 
 def _importable(key: str, path: str) -> Iterator[str]:

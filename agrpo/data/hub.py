@@ -53,6 +53,8 @@ class Hub:
 
     def problems(self, config: Any) -> list[str]:
         lines = self._setting_problems()
+        if self.streaming and config.run.max_steps is None:
+            lines.append("run.max_steps must be set (>= 1) with data.streaming=true: a stream has no epoch to end the run")
         if lines or not self._is_local():
             return lines
         try:
