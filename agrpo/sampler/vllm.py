@@ -231,7 +231,9 @@ class Client:
         group_id, slot, turn = key
         url = self.urls[(group_id + attempt) % len(self.urls)]
         params = {**request["params"], "seed": request_seed(self._run_seed, key, attempt)}
-        expected = Expected(prompt_ids, self._num_heads, self.sampler.is_truncated, self._version())
+        # The most likely token (temperature 0, an evaluation) is drawn from no candidate set.
+        has_candidates = self.sampler.is_truncated and params["temperature"] > 0
+        expected = Expected(prompt_ids, self._num_heads, has_candidates, self._version())
         if self._speaks_tokens[url]:
             request_id = f"{group_id}-{slot}-{turn}-{attempt}"
             body = {"request_id": request_id, "model": self.model_name, "token_ids": request["prompt"]}

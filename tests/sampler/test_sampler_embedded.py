@@ -41,12 +41,13 @@ def server(model, tmp_path_factory):
         yield server
 
 
-def sample(server, num_turns=5, centering=True, seed=42, **settings):
+def sample(server, num_turns=5, centering=True, seed=42, asked=None, **settings):
     async def run():
         sampler = Vllm(**{"max_completion_length": 13, "num_sampler_logprobs": 3, "temperature": 1.5, **settings})
         client = await sampler.connect((server.url,), None, seed, lambda: 7, 60.0, 8, centering, Window())
         async with client:
-            return await asyncio.gather(*(client.generate(PROMPT, (0, slot, 0)) for slot in range(num_turns)))
+            turns = (client.generate(PROMPT, (0, slot, 0), temperature=asked) for slot in range(num_turns))
+            return await asyncio.gather(*turns)
 
     return asyncio.run(run())
 
@@ -78,6 +79,12 @@ def test_truncated_sampling_is_normalised_over_the_candidate_set(server, model):
             assert sorted(kept) == sorted(logprobs[i].topk(4).indices.tolist()) and token in kept
             expected = logprobs[i, token] - torch.logsumexp(logprobs[i, kept], 0)
             assert abs(turn.sampler_logprobs[i] - float(expected)) < 1e-4
+
+
+def test_the_most_likely_token_can_be_asked_for_whatever_truncation_the_run_samples_with(server, model):
+    for turn in sample(server, num_turns=2, asked=0.0, top_k=4):
+        assert turn.output_ids.tolist() == plain_logprobs(model, turn).argmax(-1).tolist()
+        assert turn.candidates is None
 
 
 def test_the_same_seed_gives_the_same_turns_and_another_slot_another(server):
