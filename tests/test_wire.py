@@ -160,6 +160,7 @@ def test_finish_arrives_although_messages_are_still_under_way():
         async def send():
             while True:
                 await link.send_ready(make_group(3, [17] * 5))
+                await asyncio.sleep(0)  # a send that need not wait gives nobody else a turn
 
         sending = asyncio.create_task(send())
         async for message in link.incoming():
