@@ -118,3 +118,21 @@ def test_a_run_that_is_complete_ends_well_when_it_is_resumed(tmp_path):
     assert done.returncode == 0, done.stdout
     assert "complete already: 2 steps" in (run / "logs" / "trainer0.log").read_text()
     assert json.loads((run / "summary.json").read_text())["global_step"] == 2
+
+
+def test_what_was_trained_is_saved_when_a_reward_breaks_its_contract(tmp_path):
+    model, data = tiny_qwen3(tmp_path / "model"), tiny_dataset(tmp_path / "data.jsonl", num_rows=60)
+    (tmp_path / "late.py").write_text(
+        "def late(prompts, completion_ids, **columns):\n"
+        "    values = [float(sum(i) % 2) for i in completion_ids]\n"
+        "    return values[1:] if 'Problem 40.' in prompts[0][0]['content'] else values\n"
+    )
+    run = tmp_path / "run"
+    done = agrpo(
+        tmp_path, f"model.path={model}", "data=jsonl", f"data.path={data}", "server=embedded", "sync=gloo",
+        "scorer.functions=[late.late]", "rollout.group_size=4", "run.max_steps=500", f"run.output_dir={run}", *SMALL,
+    )  # fmt: skip
+    assert done.returncode == 5 and "late" in done.stdout, done.stdout
+    (checkpoint,) = (run / "checkpoints").glob("step-*")
+    assert int(checkpoint.name.removeprefix("step-")) == records_of(run)[-1]["step"] > 2
+    assert (checkpoint / "ready_groups.bin").exists()

@@ -54,10 +54,18 @@ def save(folder: Path, model: torch.nn.Module, updater: Updater | None, files: d
             (beside / name).write_bytes(content if is_binary else json.dumps(content).encode())
     _barrier()
     if rank == 0:
-        if folder.exists():
-            shutil.rmtree(folder)
-        beside.rename(folder)
+        _replace(folder, beside)
     _barrier()
+
+
+def _replace(folder: Path, beside: Path) -> None:
+    """Give `beside` the name `folder`; a checkpoint of the same step stays whole until then, since deleting takes long."""
+    replaced = folder.with_name(f".{folder.name}.replaced")
+    shutil.rmtree(replaced, ignore_errors=True)
+    if folder.exists():
+        folder.rename(replaced)
+    beside.rename(folder)
+    shutil.rmtree(replaced, ignore_errors=True)
 
 
 def load(folder: Path, model: torch.nn.Module, updater: Updater) -> dict[str, Any]:

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from agrpo.config import Config
-from agrpo.errors import ConfigError, StallError
+from agrpo.errors import AgrpoError, ConfigError, StallError
 from agrpo.ledger import AdmissionCredit, Intervals, Ledger
 from agrpo.lifecycle import Life, Runtime
 from agrpo.metrics.diagnose import verdicts
@@ -46,6 +46,7 @@ class TrainRun:
         self.runtime = Runtime.load(run_dir)
         self.stop_requested = False
         self.exit_reason = "finished"
+        self.failure: Exception | None = None  # of the feed
         self.feeder: Feeder | None = None
         self.sinks: list[Any] = []
         self.progress = Progress()
@@ -182,7 +183,12 @@ class TrainRun:
         if self._is_complete():
             return [END] * count
         began = time.perf_counter()
-        step = self.feeder.next_step(_IDLE_S)
+        try:
+            step = self.feeder.next_step(_IDLE_S)
+        except (AgrpoError, OSError) as error:
+            # The samples end here, the trained weights do not: they are saved before the error is raised (`finish`).
+            self.failure, self.exit_reason = error, f"{type(error).__name__}: {error}"
+            return [END] * count
         self._waited_s += time.perf_counter() - began
         if step is None:
             self._check_trainable()
@@ -277,6 +283,8 @@ class TrainRun:
             self._evaluate()
         if self.ranks.is_first:
             write_summary(self.run_dir, self.exit_reason, version=self.trainer.version, training_s=round(wall_s, 3))
+        if self.failure is not None:
+            raise self.failure
 
     def _evaluate(self) -> None:
         """Evaluations at the end see the final weights, so a sync that was not due yet comes first."""
