@@ -15,6 +15,8 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+HOPELESS_GROUPS = 1024  # in a row without a sample
+
 
 class Intervals:
     """A set of non-negative integers as sorted disjoint half-open intervals: {0, 1, 2, 5} is [(0, 3), (5, 6)]."""
@@ -67,6 +69,7 @@ class Ledger:
         self.resolved = Intervals()
         self.reasons: collections.Counter[str] = collections.Counter()
         self.untrained_in_a_row = 0  # groups resolved without training since the last trained one (RUN-7)
+        self.unready_in_a_row = 0  # groups that brought no sample since the last one that did
         path.parent.mkdir(parents=True, exist_ok=True)
         self._num_lines = len(path.read_bytes().splitlines()) if path.exists() else 0
         self._file = path.open("a", buffering=1)
@@ -89,6 +92,7 @@ class Ledger:
         }
 
     def ready(self, group_id: int, num_samples: int) -> None:
+        self.unready_in_a_row = 0
         self._write(event="ready", group=group_id, samples=num_samples)
 
     def trained(self, group_id: int, num_samples: int, step: int) -> None:
@@ -103,7 +107,15 @@ class Ledger:
         if self.resolved.add(group_id):
             self.reasons[reason] += 1
             self.untrained_in_a_row += 1
+            self.unready_in_a_row += num_samples == 0
         self._write(event="dropped", group=group_id, reason=reason, samples=num_samples)
+
+    def is_hopeless(self, num_rows: int, has_samples: bool) -> bool:
+        """A whole epoch gave no group to train (RUN-7). Samples that wait for the rest of their step may still get it from
+        a small data set's next epochs, but not after `HOPELESS_GROUPS` groups without any."""
+        if not has_samples:
+            return self.untrained_in_a_row >= max(num_rows, 1)
+        return self.unready_in_a_row >= max(num_rows, HOPELESS_GROUPS)
 
     def close(self) -> None:
         self._file.close()

@@ -57,6 +57,22 @@ def test_a_fresh_start_in_a_used_folder_voids_everything(tmp_path):
     assert replay(path) == {}
 
 
+def test_an_epoch_without_a_group_to_train_is_hopeless_also_beside_samples_that_wait_for_their_step(tmp_path):
+    ledger = Ledger(tmp_path / "ledger.jsonl")
+    ledger.start("run", None)
+    ledger.ready(0, 8)
+    for group_id in range(1, 1024):
+        ledger.dropped(group_id, "zero_std")
+    assert not ledger.is_hopeless(7, has_samples=True)  # a small data set: luck may still fill the step
+    assert ledger.is_hopeless(7, has_samples=False)
+    ledger.dropped(1024, "zero_std")
+    assert ledger.is_hopeless(7, has_samples=True)
+    assert not ledger.is_hopeless(1025, has_samples=True)
+    ledger.ready(1025, 8)
+    assert not ledger.is_hopeless(7, has_samples=True)
+    ledger.close()
+
+
 def test_window_is_the_mean_of_the_last_steps_times_staleness():
     credit = AdmissionCredit(max_staleness=4, window_steps=2, first_window_tokens=100_000)
     assert credit.limit_tokens() == 400_000  # STA-4

@@ -211,7 +211,7 @@ class TrainRun:
     def _check_trainable(self) -> None:
         """RUN-7: a whole epoch without a group to train can never give a step."""
         ledger = self.feeder.ledger
-        if self.num_rows is not None and ledger.untrained_in_a_row >= max(self.num_rows, 1) and not self.feeder.has_samples:
+        if self.num_rows is not None and ledger.is_hopeless(self.num_rows, self.feeder.has_samples):
             counts = ", ".join(f"{reason}: {count}" for reason, count in sorted(ledger.reasons.items()))
             raise StallError(f"no group of a whole epoch of {self.num_rows} prompts could be trained ({counts})")
 
