@@ -136,3 +136,16 @@ def test_what_was_trained_is_saved_when_a_reward_breaks_its_contract(tmp_path):
     (checkpoint,) = (run / "checkpoints").glob("step-*")
     assert int(checkpoint.name.removeprefix("step-")) == records_of(run)[-1]["step"] > 2
     assert (checkpoint / "ready_groups.bin").exists()
+
+
+def test_a_run_without_signal_ends_with_its_counts_and_saves(tmp_path):
+    """RUN-7: no batch can arrive any more."""
+    model, data = tiny_qwen3(tmp_path / "model"), tiny_dataset(tmp_path / "data.jsonl", num_rows=13)
+    (tmp_path / "same.py").write_text("def same(completion_ids, **columns):\n    return [1.0 for _ in completion_ids]\n")
+    run = tmp_path / "run"
+    done = agrpo(
+        tmp_path, f"model.path={model}", "data=jsonl", f"data.path={data}", "server=embedded", "sync=gloo",
+        "scorer.functions=[same.same]", "rollout.group_size=2", "run.max_steps=500", f"run.output_dir={run}", *SMALL,
+    )  # fmt: skip
+    assert done.returncode == 6 and "no group of a whole epoch of 13 prompts could be trained (zero_std: " in done.stdout
+    assert (run / "checkpoints" / "step-000000" / "rollout_state.json").exists()

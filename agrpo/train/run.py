@@ -185,13 +185,14 @@ class TrainRun:
         began = time.perf_counter()
         try:
             step = self.feeder.next_step(_IDLE_S)
+            if step is None:
+                self._check_trainable()
         except (AgrpoError, OSError) as error:
             # The samples end here, the trained weights do not: they are saved before the error is raised (`finish`).
             self.failure, self.exit_reason = error, f"{type(error).__name__}: {error}"
             return [END] * count
         self._waited_s += time.perf_counter() - began
         if step is None:
-            self._check_trainable()
             return [IDLE] * count
         self._step = step
         self.trainer.window.add("perf/rollout_wait_s", self._waited_s)
