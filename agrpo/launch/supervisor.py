@@ -168,7 +168,8 @@ class Supervisor:
 
     def _raise_if_silent(self) -> None:
         limits = [(t, self.config.run.collective_timeout, "run.collective_timeout") for t in self.trainers]
-        if self.rollout is not None and (self.rollout.beat() or {}).get("phase") != "waiting for the trainer":
+        # Until the trainer listens, which may take as long as loading a model, `connect` keeps the time; later it beats.
+        if self.rollout is not None and (self.rollout.beat() or {}).get("phase") != "connecting to the trainer":
             limits.append((self.rollout, self.config.rollout.worker_timeout, "rollout.worker_timeout"))
         for child, limit, key in limits:
             if child.code is not None:

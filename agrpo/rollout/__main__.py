@@ -58,7 +58,7 @@ async def run(config: Any, run_dir: Path, life: Life) -> None:
         life.beat("starting the scorer")
         scorer = await config.scorer.open(config.data.columns() if hasattr(config.data, "columns") else None)
         stack.push_async_callback(scorer.close)
-        life.beat("waiting for the trainer")
+        life.beat("connecting to the trainer")
         link = await wire.connect(runtime.wire_host, runtime.wire_port, runtime.wire_key)
         stack.push_async_callback(link.close)
         policy, window = Policy(link.start.version), Window()

@@ -51,6 +51,11 @@ def hang(run_dir: Path, life: Life) -> None:
     time.sleep(600)
 
 
+def freeze(run_dir: Path, life: Life) -> None:
+    life.beat("waiting for the trainer")
+    time.sleep(600)
+
+
 def raise_contract(run_dir: Path, life: Life) -> None:
     life.beat("scoring")
     raise ContractError("reward pkg.mod.length returned 7 values for 8 completions")
@@ -80,6 +85,7 @@ def main(name: str, run_dir: Path, script: str, port: int) -> int:
         "train_on": lambda r, life: train(r, life, 10**6),
         "roll_out": roll_out,
         "hang": hang,
+        "freeze": freeze,
         "contract": raise_contract,
     }
     return run_process(name, run_dir, bodies[script])

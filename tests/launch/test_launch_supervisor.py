@@ -128,6 +128,13 @@ def test_silence_beyond_the_limit_is_a_stall_that_names_the_key(tmp_path):
     assert "trainer1 gave no sign of life" in err and "run.collective_timeout=2" in err
 
 
+def test_a_rollout_process_that_freezes_while_it_waits_for_the_trainer_is_a_stall_too(tmp_path):
+    run = Run(tmp_path / "run", (*ENDLESS[:3], "freeze"), ("rollout.worker_timeout=2",))
+    code, _, err = run.end()
+    assert code == 6
+    assert "rollout gave no sign of life" in err and "rollout.worker_timeout=2" in err
+
+
 def test_a_server_that_never_gets_healthy(tmp_path):
     code, _, err = Run(tmp_path / "run", ("unhealthy", *GOOD[1:]), ("server.timeout=1.5",)).end()
     assert code == 4
