@@ -95,7 +95,7 @@ def test_every_option_composes_and_builds(group):
 
 def test_the_default_configuration_passes_and_survives_the_way_to_disk(tmp_path):
     config, _ = check(compose([*SMALL, f"run.output_dir={tmp_path}", "checkpoint.hub.token=secret"]), detect())
-    save(config, tmp_path, ["a=1", "checkpoint.hub.token=secret"])
+    save(config, tmp_path, ["a=1", "checkpoint.hub.token=secret", "checkpoint.hub={token: secret}"])
     again = load(tmp_path)
     assert to_tree(again) == to_tree(config)
     assert again.loss == config.loss and again.optimizer.learning_rate == 1e-6

@@ -19,7 +19,7 @@ from agrpo.errors import ConfigError
 from agrpo.lifecycle import write_atomic
 from agrpo.sections import Checkpoint, Logger, Model, Optimizer, Rollout, Run
 
-__all__ = ["Config", "Devices", "build", "check", "compose", "detect", "load", "locate", "read", "save", "to_tree"]
+__all__ = ["Config", "Devices", "build", "check", "compose", "detect", "load", "locate", "public", "read", "save", "to_tree"]
 
 SECTIONS = {
     "run": Run,
@@ -146,9 +146,15 @@ def save(config: Config, run_dir: Path, overrides: list[str]) -> None:
     """Write `config.yaml`: all that the processes of the run need to know, and what was typed to get it (CLI-10)."""
     import yaml
 
-    typed = "# agrpo train " + " ".join(o for o in overrides if not o.lstrip("+").startswith("checkpoint.hub.token"))
+    typed = "# agrpo train " + " ".join(public(config, overrides))
     text = yaml.safe_dump(to_tree(config), sort_keys=False, allow_unicode=True, width=120)
     write_atomic(Path(run_dir) / "config.yaml", f"{typed}\n{text}")
+
+
+def public(config: Config, overrides: list[str]) -> list[str]:
+    """The overrides without those that hold the token, in whatever form it was typed."""
+    token = config.checkpoint.hub.token
+    return [o for o in overrides if not token or token not in o]
 
 
 def load(run_dir: Path | str) -> Config:

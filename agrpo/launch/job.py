@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from agrpo.config import Config
 from agrpo.config import check as check_config
+from agrpo.config import public
 from agrpo.config.devices import ASSUMED, Devices, detect
 from agrpo.config.runner import NeedsAssumedDevices
 from agrpo.errors import AgrpoError, ConfigError
@@ -29,7 +30,7 @@ def start(job: Job) -> float | None:
     config, warnings = check(job.tree, job.devices)
     config = resolved(config)
     if job.number is not None:
-        print(f"job {job.number}: {' '.join(job.overrides)}", file=sys.stderr)
+        print(f"job {job.number}: {' '.join(public(config, job.overrides))}", file=sys.stderr)
     try:
         supervise(config, warnings, job.overrides)
     except AgrpoError as error:

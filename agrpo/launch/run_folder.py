@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import IO
 
 import agrpo
-from agrpo.config import Config, save
+from agrpo.config import Config, public, save
 from agrpo.errors import ConfigError
 from agrpo.launch.plan import Ports, server_urls
 from agrpo.lifecycle import Runtime, write_atomic
@@ -30,7 +30,7 @@ def prepare(config: Config, overrides: list[str], ports: Ports) -> IO[str]:
         left_over.unlink()
     save(config, run_dir, overrides)
     write_atomic(
-        run_dir / "versions.json", json.dumps({**_versions(), "overrides": _public(overrides)}, indent=1) + "\n"
+        run_dir / "versions.json", json.dumps({**_versions(), "overrides": public(config, overrides)}, indent=1) + "\n"
     )
     runtime = Runtime(
         server_urls=server_urls(config, ports),
@@ -63,7 +63,3 @@ def _versions() -> dict[str, str | None]:
         except importlib.metadata.PackageNotFoundError:
             versions[package] = None
     return versions
-
-
-def _public(overrides: list[str]) -> list[str]:
-    return [o for o in overrides if "hub.token" not in o]
