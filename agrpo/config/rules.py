@@ -154,7 +154,7 @@ def _model(config: Config) -> Iterator[str]:
         if model.fsdp.options.get(key, 1) != 1:
             yield f"model.fsdp.options.{key} must be 1: context and sequence parallelism are not supported"  # COMPAT-7
     if getattr(config.sync, "mode", None) == "lora" and not model.lora.enabled:
-        yield "sync.mode=lora sends an adapter, and none is trained: set model=lora, or sync.mode=merged"
+        yield "sync.mode=lora sends an adapter, and none is trained: use sync.mode=merged, or auto"
     if model.lora.enabled:
         yield from _lora(model.lora)
     on_gpu = config.devices.has_gpu and not run.use_cpu

@@ -7,9 +7,8 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from agrpo.config import Config
+from agrpo.config import Config, public
 from agrpo.config import check as check_config
-from agrpo.config import public
 from agrpo.config.devices import ASSUMED, Devices, detect
 from agrpo.config.runner import NeedsAssumedDevices
 from agrpo.errors import AgrpoError, ConfigError

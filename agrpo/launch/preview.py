@@ -123,8 +123,7 @@ def _fit(config: Config, trainer_bytes: float) -> list[str]:
     smallest = min((config.devices.gpus[i].memory_mib * 2**20 for i in devices), default=None)
     if smallest is not None and trainer_bytes > 0.9 * smallest:
         return [
-            f"           more than the trainer's GPU holds ({smallest / GIB:.0f} GiB): raise run.num_processes, or use "
-            "model=lora"
+            f"           more than the trainer's GPU holds ({smallest / GIB:.0f} GiB): raise run.num_processes"
         ]
     return []
 
