@@ -50,6 +50,7 @@ class Feeder:
         self._num_inbox_samples = 0
         self._planned: queue.Queue[tuple[Step, list[Sample], Window]] = queue.Queue(maxsize=1)
         self._in_step: list[Sample] = []
+        self._has_ended = False
         self._raw_tokens, self._unique_tokens, self._gate_closed = 0, 0, False
         # Samples restored from a checkpoint were never sent on this wire: its counters start that much below zero.
         self._restored_tokens = 0
@@ -133,6 +134,12 @@ class Feeder:
             groups = [(self._groups[g], tuple(samples)) for g, samples in self._untrained.items()]
         return state, b"".join(wire.frame(_with_samples(group, samples)) for group, samples in groups)
 
+    def end(self) -> None:
+        """No step follows: what arrives or goes stale from now on changes nothing, so that the ledger ends with what the
+        last checkpoint says (GEN-21)."""
+        with self._lock:
+            self._has_ended = True
+
     def await_rollout(self, timeout_s: float, beat: Callable[[], None]) -> bool:
         """Whether the rollout process has connected; before that no message can reach it."""
         deadline = time.monotonic() + timeout_s
@@ -183,13 +190,10 @@ class Feeder:
 
     def _receive(self, message: Any) -> None:
         self._heard_at = time.monotonic()
-        if isinstance(message, ReadyGroup):
-            with self._lock:  # one hold: a checkpoint between the two would keep the line without the samples
-                self.ledger.ready(message.group_id, len(message.samples))
-                self._accept(message)
-        elif isinstance(message, wire.Resolved):
-            with self._lock:
-                self.ledger.dropped(message.group_id, message.reason)
+        if isinstance(message, ReadyGroup | wire.Resolved):
+            with self._lock:  # one hold: a checkpoint in between would keep a line of the ledger without its samples
+                if not self._has_ended:
+                    self._record(message)
         elif isinstance(message, wire.Metrics):
             with self._lock:
                 self._window.merge(message.window)
@@ -198,6 +202,13 @@ class Feeder:
                 self.evaluations.setdefault(message.name, []).append(message.result)
                 for key, value in message.result.items():
                     self._window.add(f"eval/{message.name}/{key}", value)
+
+    def _record(self, message: ReadyGroup | wire.Resolved) -> None:
+        if isinstance(message, wire.Resolved):
+            self.ledger.dropped(message.group_id, message.reason)
+            return
+        self.ledger.ready(message.group_id, len(message.samples))
+        self._accept(message)
 
     def _accept(self, group: ReadyGroup) -> None:
         with self._lock:
@@ -249,6 +260,8 @@ class Feeder:
 
     def _drop(self, sample: Sample, reason: str) -> None:
         with self._lock:
+            if self._has_ended:
+                return
             self._credit.taken(len(sample.token_ids))
             self._forget(sample)
             self.ledger.dropped(sample.group_id, reason, 1)

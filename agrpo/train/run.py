@@ -275,6 +275,8 @@ class TrainRun:
         asked of other processes."""
         wall_s = time.perf_counter() - self.began_at
         is_done = self.exit_reason == "finished"
+        if self.ranks.is_first:
+            self.feeder.end()
         if self.config.checkpoint.save_final or not is_done:
             self.save()
         if is_done:

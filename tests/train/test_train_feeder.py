@@ -220,6 +220,22 @@ def test_a_checkpoint_keeps_exactly_what_is_not_trained(tmp_path):
     resumed.close()
 
 
+def test_nothing_that_arrives_after_the_end_changes_the_ledger_or_the_checkpoint(tmp_path):
+    feeder = make_feeder(tmp_path)
+    end = RolloutEnd(feeder)
+    end.send(make_group(0, 1))
+    wait_until(lambda: end.credit is not None and end.credit.pulled_tokens == 15)
+    feeder.end()
+    state, frames = feeder.state()
+    end.send(make_group(1, 1), make_group(2, -9))
+    end.run(end.link.send_resolved(3, "zero_std"))
+    end.run(end.link.send_eval("heldout", {"reward": 0.5}))
+    wait_until(lambda: feeder.evaluations)
+    assert feeder.state() == (state, frames)
+    assert [g.group_id for g in wire.frames(frames)] == list(replay(tmp_path / "ledger.jsonl")) == [0]
+    feeder.close()
+
+
 def test_the_rollout_process_going_is_an_error_at_the_next_look(tmp_path):
     feeder = make_feeder(tmp_path)
     end = RolloutEnd(feeder)
