@@ -297,3 +297,10 @@ def test_containers_and_unions_are_checked():
     assert found(ids=[1, "b"]) == ["x.ids[1] must be an integer, got 'b'"]
     assert found(names={"a": None}) == ["x.names.a must be a number, got null"]
     assert found(pair=[1]) and found(modules={"a": 1})
+
+
+def test_faults_of_keys_and_of_rules_are_reported_together():
+    found = problems("loss.epsilom=0.1", "sampler.temperature=0", "rollout.group_size=1", "data.path=missing.jsonl")
+    for start in ("loss.epsilom", "sampler.temperature", "rollout.group_size", "data.path"):
+        assert [line for line in found if line.startswith(start)], start
+    assert len(found) == 4

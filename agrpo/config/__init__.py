@@ -110,13 +110,13 @@ def check(
     parts, problems = _read_parts(tree)
     if parts["run"] is not None and parts["run"].use_cpu:
         devices = Devices()
-    if problems:
+    if any(part is None for part in (*parts.values(), *parts["eval"].values())):
         # Rules between keys need a complete configuration; the parts that could be read are checked by themselves.
         raise ConfigError(list(dict.fromkeys(problems + rules.problems_of_parts(parts, devices))))
     config = Config(**parts, devices=devices)
-    problems = rules.problems(config) + more(config)
+    problems += rules.problems(config) + more(config)
     if problems:
-        raise ConfigError(problems)
+        raise ConfigError(list(dict.fromkeys(problems)))
     return config, rules.warnings(config)
 
 

@@ -63,12 +63,13 @@ def read_component(node: Any, group: str) -> tuple[Any, list[str]]:
 
 
 def read_section(node: Any, cls: type, prefix: str) -> tuple[Any, list[str]]:
-    """An instance of dataclass `cls` from a mapping, and the faults; a faulty key has its default in the instance."""
+    """An instance of dataclass `cls` from a mapping, and the faults. A faulty key has its default in the instance, so that
+    rules between keys can still be checked; without a required key there is no instance."""
     if not isinstance(node, Mapping):
         return None, [f"{prefix} must be a mapping of its keys, got {_show(node)}"]
     hints = typing.get_type_hints(cls)
     fields = {f.name: f for f in dataclasses.fields(cls) if f.init}
-    values, problems, faulty = {}, [], set()
+    values, problems, faulty, missing = {}, [], set(), False
     for key, value in node.items():
         if key not in fields:
             problems.append(unknown_key(f"{prefix}.{key}", [f"{prefix}.{f}" for f in fields], value))
@@ -81,7 +82,7 @@ def read_section(node: Any, cls: type, prefix: str) -> tuple[Any, list[str]]:
         if required and (name not in node or node[name] in (None, "???")):
             problems = [p for p in problems if not p.startswith(f"{prefix}.{name} must be")]
             problems.append(f"{prefix}.{name} is required: {field.metadata.get('doc', '')}; give {prefix}.{name}=VALUE")
-            values[name] = None
+            values[name], missing = None, True
             faulty.discard(name)
     # Faulty keys keep their default here, so that the ranges of the others are still checked: all faults at once.
     values = {k: v for k, v in values.items() if k not in faulty}
@@ -89,8 +90,20 @@ def read_section(node: Any, cls: type, prefix: str) -> tuple[Any, list[str]]:
         instance = cls(**values)
     except (ValueError, TypeError) as error:
         return None, problems or [f"{prefix}: {error}"]
-    problems += violations(instance, prefix)
-    return instance, problems
+    outside = violations(instance, prefix)
+    return None if missing else _with_defaults(instance, outside, prefix), problems + outside
+
+
+def _with_defaults(instance: Any, outside: list[str], prefix: str) -> Any:
+    """The instance with the default of each field that a line of `outside` is about."""
+    names = {line.removeprefix(f"{prefix}.").split(" ", 1)[0].split(".", 1)[0] for line in outside}
+    defaults = {}
+    for field in dataclasses.fields(instance):
+        if field.name in names and field.default is not dataclasses.MISSING:
+            defaults[field.name] = field.default
+        elif field.name in names and field.default_factory is not dataclasses.MISSING:
+            defaults[field.name] = field.default_factory()
+    return dataclasses.replace(instance, **defaults)
 
 
 def unknown_key(key: str, known: list[str], value: Any = None) -> str:
