@@ -42,6 +42,7 @@ def test_the_example_loss_by_hand(tmp_path, monkeypatch):
 
     write_examples(tmp_path)
     monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.delitem(sys.modules, "my_losses", raising=False)
     from my_losses import Cispo
 
     trainer = torch.tensor([-1.0, -0.5], requires_grad=True)
@@ -59,6 +60,7 @@ def test_the_example_loss_by_hand(tmp_path, monkeypatch):
 def test_the_example_reward(tmp_path, monkeypatch):
     write_examples(tmp_path)
     monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.delitem(sys.modules, "my_rewards", raising=False)
     from my_rewards import exact
 
     completions = [[{"role": "assistant", "content": text}] for text in (" 85 ", "86")]

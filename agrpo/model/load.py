@@ -99,8 +99,13 @@ def require_transformers(version: str) -> None:
 
 
 def refuse_config(config: Any) -> None:
-    """Raises ConfigError for layers that tree rows cannot run exactly (COMPAT-11)."""
-    kinds = set(getattr(config.get_text_config(), "layer_types", None) or ())
+    """Raises ConfigError for layers that cannot be trained exactly (COMPAT-11)."""
+    text = config.get_text_config()
+    kinds = set(getattr(text, "layer_types", None) or ())
+    if any((getattr(text, key, None) or 0) > 1 for key in ("num_experts", "num_local_experts", "n_routed_experts")):
+        raise ConfigError(
+            f"model.path: {config.model_type} is a mixture of experts, whose auxiliary loss this version does not compute"
+        )
     for kind in sorted(kinds - set(LAYER_TYPES)):
         allowed = ", ".join(LAYER_TYPES)
         raise ConfigError(

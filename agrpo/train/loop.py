@@ -65,6 +65,7 @@ class Trainer:
     temperature: float
     version: int  # weight version the server holds
     every_steps: int  # optimizer steps between two syncs
+    is_synced: bool = False  # the server holds exactly these weights
     num_skipped: int = 0  # updates in a row that were not applied
     window: Window = field(default_factory=Window)
     figures: LossFigures = field(init=False)
@@ -88,6 +89,7 @@ class Trainer:
         self.timer.stop()
         began = time.perf_counter()
         update = self.updater.step()
+        self.is_synced = False
         self.window.add("perf/optimizer_s", time.perf_counter() - began)
         self._check(update, work.index)
         self.window.add("grad_norm", update.grad_norm)
@@ -107,7 +109,7 @@ class Trainer:
     def send_weights(self, version: int) -> None:
         """Make the server equal to the model under `version`, and prove it where that is due (SYNC-3, SYNC-16)."""
         times = self.sync.send(full_tensors(self.model), version, self.ranks.barrier)
-        self.version = version
+        self.version, self.is_synced = version, True
         self.window.add("perf/weight_sync_s", times.total_s)
         self.window.add("perf/weight_sync_pause_s", times.pause_s)
         self.window.add("perf/weight_sync_barrier_s", times.barrier_s)

@@ -113,7 +113,8 @@ class TrainRun:
             every_steps=config.sync.every_steps,
         )
         self.life.beat("sending the first weights")
-        self.trainer.send_weights(self.progress.version + 1)
+        # Weights that were synced before they were saved are the same version again: their samples have not aged.
+        self.trainer.send_weights(self.progress.version + (not self.progress.is_synced))
 
     def _open_feed(self) -> None:
         config, progress, num_ranks = self.config, self.progress, self.ranks.world_size
@@ -265,7 +266,7 @@ class TrainRun:
 
     def save(self) -> None:
         self.life.beat("saving a checkpoint", step=self.progress.step)
-        self.progress.version = self.trainer.version
+        self.progress.version, self.progress.is_synced = self.trainer.version, self.trainer.is_synced
         folder = checkpoints.folder_of(self.run_dir / "checkpoints", self.progress.step)
         fed = self.feeder.state() if self.ranks.is_first else None
         save(folder, self.model, self.updater, self.config.checkpoint, self.progress, fed, self.fingerprint)

@@ -23,6 +23,7 @@ class Progress:
     step: int = 0  # optimizer steps done
     version: int = 0  # weight syncs completed
     num_tokens: int = 0  # unique tokens forwarded
+    is_synced: bool = False  # the weights are those of `version`
     ledger: dict[str, Any] | None = None
     ready: tuple[ReadyGroup, ...] = ()
 
@@ -54,10 +55,14 @@ def restore(folder: Path, model: Any, updater: Any, run: Any, fingerprint: str |
                 f"{fingerprint}); restore them, or start them over with run.allow_dataset_change=true"
             )
         ledger = {**ledger, "resolved": [], "reasons": {}}
-        return Progress(state["step"], state["version"], state["num_tokens"], ledger)
+        return Progress(**_counters(state), ledger=ledger)
     groups = tuple(wire.frames(ready.read_bytes())) if ready.exists() else ()
     _log.info("resumed from %s: step %d, version %d, %d ready groups", folder, state["step"], state["version"], len(groups))
-    return Progress(state["step"], state["version"], state["num_tokens"], ledger, groups)
+    return Progress(**_counters(state), ledger=ledger, ready=groups)
+
+
+def _counters(state: dict[str, Any]) -> dict[str, Any]:
+    return {name: state[name] for name in ("step", "version", "num_tokens", "is_synced")}
 
 
 def save(
@@ -77,6 +82,7 @@ def save(
             "step": progress.step,
             "version": progress.version,
             "num_tokens": progress.num_tokens,
+            "is_synced": progress.is_synced,
             "fingerprint": fingerprint,
             "ledger": ledger,
         }

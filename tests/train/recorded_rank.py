@@ -1,6 +1,7 @@
 """One trainer rank over a recorded stream of samples: `python -m tests.train.recorded_rank MODEL STREAM` prints its losses.
 
-Every step trains one group of the stream, whatever the number of ranks, so that runs with other numbers can be compared.
+Every step trains three groups of the stream, whatever the number of ranks, so that runs with other numbers can be
+compared.
 """
 
 import json
@@ -20,7 +21,7 @@ from agrpo.sections import Model, Optimizer
 from agrpo.train.loop import Trainer
 from agrpo.train.ranks import Ranks, divide
 
-BUDGET = 512
+BUDGET, GROUPS_PER_STEP = 512, 3
 
 
 def main(model_path: str, stream: str) -> None:
@@ -32,10 +33,11 @@ def main(model_path: str, stream: str) -> None:
     trainer = Trainer(ranks, model, updater, ScoreCentering(), None, None, 1.0, 1, 1)
     planner = Tree().planner(ranks.world_size, BUDGET, Cost.of_config(model.config), 1)
     records = []
-    for group in wire.frames(Path(stream).read_bytes()):
+    groups = wire.frames(Path(stream).read_bytes())
+    for first in range(0, len(groups), GROUPS_PER_STEP):
         works = None
         if ranks.is_first:
-            planner.rebuild(group.samples)
+            planner.rebuild(s for group in groups[first : first + GROUPS_PER_STEP] for s in group.samples)
             works = divide(planner.flush(), "step")
         trainer.step(ranks.share(works))
         window = Window()

@@ -14,7 +14,7 @@ from agrpo import wire
 from agrpo.types import ReadyGroup, Sample
 from tests.standins import tiny_qwen3
 
-NUM_GROUPS, G, K, VOCABULARY = 5, 7, 3, 59
+NUM_STEPS, G, K, VOCABULARY = 5, 7, 3, 59
 
 
 def recorded_group(rng: np.random.Generator, group_id: int) -> ReadyGroup:
@@ -61,9 +61,9 @@ def test_one_rank_and_two_give_the_same_losses(tmp_path):
     model = tiny_qwen3(tmp_path / "model")
     rng = np.random.default_rng(11)
     stream = tmp_path / "stream.bin"
-    stream.write_bytes(b"".join(wire.frame(recorded_group(rng, g)) for g in range(NUM_GROUPS)))
+    stream.write_bytes(b"".join(wire.frame(recorded_group(rng, g)) for g in range(3 * NUM_STEPS)))
     one, two = losses(model, stream, 1), losses(model, stream, 2)
-    assert len(one) == NUM_GROUPS and len({round(r["loss"], 6) for r in one}) == NUM_GROUPS
+    assert len(one) == NUM_STEPS and len({round(r["loss"], 6) for r in one}) == NUM_STEPS
     for a, b in zip(one, two, strict=True):
         assert a.keys() == b.keys()
         for name in a:
