@@ -18,11 +18,10 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-import numpy as np
-
 from agrpo import wire
 from agrpo.ledger import AdmissionCredit, Ledger
 from agrpo.metrics.window import Window
+from agrpo.train.measure import step_window
 from agrpo.types import ReadyGroup, Sample, Step
 
 
@@ -281,34 +280,10 @@ class Feeder:
         with self._lock:
             self._raw_tokens += sum(len(s.token_ids) for s in samples)
             self._unique_tokens += sum(r.num_tokens for m in step.microbatches for r in m.rows)
-            window = self._measure(step, samples)
+            groups = {s.group_id: self._groups[s.group_id] for s in samples}
+            ages = [self._staleness(s, step.index) for s in samples]
+            window = step_window(samples, groups, ages, self._planner.statistics(step))
         self._planned.put((step, samples, window))
-
-    def _measure(self, step: Step, samples: list[Sample]) -> Window:
-        """Metrics of a step and its samples (rows marked F); they count when the step is trained."""
-        window, now, count = Window(), time.time(), len(samples)
-        for name, (value, weight) in self._planner.statistics(step).items():
-            window.add(name, value, weight)
-        raw = [len(s.token_ids) for s in samples]
-        ages = [self._staleness(s, step.index) for s in samples]
-        trained = [s.num_trained_tokens for s in samples]
-        groups = {s.group_id: self._groups[s.group_id] for s in samples}
-        window.add("sample/forwarded_tokens_mean", sum(raw), count)
-        window.add("sample/forwarded_tokens_max", max(raw))
-        window.add("sample/trained_tokens_mean", sum(trained), count)
-        window.add("sample/time_in_queue_s", sum(now - groups[s.group_id].ready_at for s in samples), count)
-        window.add("sample/staleness_mean", sum(ages), count)
-        window.add("sample/staleness_max", max(ages))
-        slots = {g: dict(zip(group.rollout_indices.tolist(), group.rewards, strict=True)) for g, group in groups.items()}
-        window.add("reward_kept", float(np.nansum([slots[s.group_id][s.rollout_index] for s in samples])), count)
-        spread = {g: float(np.nanstd(group.rewards)) for g, group in groups.items()}
-        window.add("reward_group_std", sum(spread[s.group_id] for s in samples), count)
-        for name in {name for group in groups.values() for name in group.source_rewards}:
-            spreads = {g: _spread(group.source_rewards.get(name)) for g, group in groups.items()}
-            known = [spreads[s.group_id] for s in samples if spreads[s.group_id] is not None]
-            window.add(f"rewards/{name}/group_std", sum(known), len(known))
-        _measure_groups(window, groups, samples, trained)
-        return window
 
     def _sharing(self) -> float:
         """Raw over unique tokens, of the steps planned so far or of the samples in the open one."""
@@ -332,23 +307,6 @@ class Feeder:
     def _send(self, message: Any) -> None:
         if self._listener is not None:
             self._listener.send(message)
-
-
-def _measure_groups(
-    window: Window, groups: dict[int, ReadyGroup], samples: list[Sample], trained: list[int]
-) -> None:
-    sizes = {g: len(group.rewards) for g, group in groups.items()}
-    window.add("group/usable_rollouts_mean", sum(sizes.values()), len(groups))
-    window.add("group/usable_rows_mean", sum(len(g.samples) for g in groups.values()), len(groups))
-    for size in set(sizes.values()):
-        share = sum(n for s, n in zip(samples, trained, strict=True) if sizes[s.group_id] == size)
-        window.add(f"group/loss_weight_size_{size}", share, sum(trained))
-
-
-def _spread(values: np.ndarray | None) -> float | None:
-    if values is None or np.isnan(values).all():
-        return None
-    return float(np.nanstd(values))
 
 
 def _with_samples(group: ReadyGroup, samples: tuple[Sample, ...]) -> ReadyGroup:

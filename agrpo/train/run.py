@@ -4,17 +4,13 @@ from __future__ import annotations
 
 import logging
 import math
-import random
 import signal
 import time
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-import torch
-
 from agrpo.config import Config
-from agrpo.errors import AgrpoError, ConfigError, StallError
+from agrpo.errors import AgrpoError, StallError
 from agrpo.ledger import AdmissionCredit, Intervals, Ledger
 from agrpo.lifecycle import Life, Runtime
 from agrpo.metrics.diagnose import verdicts
@@ -28,6 +24,7 @@ from agrpo.model.shard import open_mesh, shard
 from agrpo.packer.cost import Cost
 from agrpo.sync.control import ServerControl
 from agrpo.sync.proof import Proof
+from agrpo.train.facts import compute_dtype, probe_ids, seed_all, served_model
 from agrpo.train.feeder import Feeder
 from agrpo.train.loop import Trainer
 from agrpo.train.ranks import END, IDLE, Ranks, divide
@@ -63,7 +60,7 @@ class TrainRun:
     def open(self) -> None:
         config = self.config
         self.ranks = Ranks(config.run.use_cpu, config.run.collective_timeout)
-        _seed(config.run.seed, config.run.full_determinism)
+        seed_all(config.run.seed, config.run.full_determinism)
         self.life.beat("loading the model")
         self.model, self.tokenizer = load_model(config.model, self.ranks.device), load_tokenizer(config.model)
         shard(self.model, config.model, open_mesh(config.model, self.ranks.device))
@@ -91,13 +88,13 @@ class TrainRun:
         """The first sync makes the server equal to the trainer before any prompt is sent (SYNC-2, RES-13)."""
         config, ranks = self.config, self.ranks
         server = ServerControl(self.runtime.server_urls, config.server.timeout)
-        self.served = _served_model(server) if ranks.is_first else {}
+        self.served = served_model(server) if ranks.is_first else {}
         proof = Proof(
             server,
             model=self.served.get("id"),
-            prompt_ids=_probe_ids(self.tokenizer),
+            prompt_ids=probe_ids(self.tokenizer),
             parity_limit=config.server.parity_limit,
-            trainer_dtype=_compute_dtype(config.model),
+            trainer_dtype=compute_dtype(config.model),
             rank=ranks.rank,
             world_size=ranks.world_size,
         )
@@ -322,30 +319,3 @@ class TrainRun:
             self.trainer.sync.close()
         if hasattr(self, "ranks"):
             self.ranks.close()
-
-
-def _seed(seed: int, full_determinism: bool) -> None:
-    random.seed(seed)
-    np.random.seed(seed % 2**32)
-    torch.manual_seed(seed)
-    if full_determinism:
-        torch.use_deterministic_algorithms(True)
-
-
-def _served_model(server: ServerControl) -> dict[str, Any]:
-    """Id and context length of the base model at the first server (SRV-10)."""
-    entries = server.request(server.urls[0], "GET", "/v1/models")["data"]
-    base = next(entry for entry in entries if not entry.get("parent"))
-    if not base.get("max_model_len"):
-        raise ConfigError(f"{server.urls[0]}/v1/models does not say max_model_len; set packer.token_budget")
-    return base
-
-
-def _probe_ids(tokenizer: Any) -> list[int]:
-    """A fixed short prompt for the proof of arrival."""
-    ids = tokenizer("What is 17 + 25? Weights, arrive.", add_special_tokens=False)["input_ids"]
-    return list(ids) or [tokenizer.eos_token_id]
-
-
-def _compute_dtype(model: Any) -> str:
-    return {"bf16": "bfloat16", "fp16": "float16"}.get(model.precision, model.dtype)
