@@ -119,7 +119,7 @@ def _rollout(config: Config) -> Iterator[str]:
             yield f"rollout.{key} must be a plain folder name (letters, digits, - _ .), got {name!r}"
     if rollout.accept_fn:
         yield from _importable("rollout.accept_fn", rollout.accept_fn)
-    unused = {"loop": None, "workflow": None, "dump_to_file": False}
+    unused = {"loop": None, "dump_to_file": False}
     for key, neutral in unused.items():
         if getattr(rollout, key) != neutral:
             yield f"rollout.{key} is not used by this version; leave it {'false' if neutral is False else 'null'}"

@@ -25,10 +25,10 @@ class NoData:
     def problems(self, config: Any) -> list[str]:
         lines = []
         factory = getattr(config.env, "factory", None)
-        if factory is None:
+        if factory is None and config.rollout.workflow is None:
             lines.append(
-                "env.factory must name an environment when there is no data set, because nothing else gives a prompt; "
-                "or choose data, for example data.path=train.jsonl"
+                "env.factory must name an environment, or rollout.workflow a workflow or agent, when there is no data set, "
+                "because nothing else gives a prompt; or choose data, for example data.path=train.jsonl"
             )
         elif isinstance(factory, Mapping):
             lines.append(

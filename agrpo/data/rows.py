@@ -94,8 +94,8 @@ def no_prompt_column(where: str, columns: list[str]) -> str:
 
 
 def gives_prompts(config: Any) -> bool:
-    """Whether an environment can supply prompts that the data lack (DATA-2)."""
-    return getattr(config.env, "factory", None) is not None
+    """Whether an environment (DATA-2), a workflow or an agent can do with rows that have no `prompt`."""
+    return getattr(config.env, "factory", None) is not None or config.rollout.workflow is not None
 
 
 def digest(*parts: bytes) -> str:

@@ -11,6 +11,7 @@ from agrpo.config import Config, public
 from agrpo.config import check as check_config
 from agrpo.config.devices import ASSUMED, Devices, detect
 from agrpo.config.runner import NeedsAssumedDevices
+from agrpo.env import resolve
 from agrpo.errors import AgrpoError, ConfigError
 from agrpo.launch.plan import resolved
 from agrpo.metrics import sinks
@@ -41,8 +42,8 @@ def start(job: Job) -> float | None:
 
 
 def check(tree: dict[str, Any], devices: Devices) -> tuple[Config, list[str]]:
-    """Every check that needs no server, the logger's included."""
-    return check_config(tree, devices, more=lambda config: sinks.problems(config.logger))
+    """Every check that needs no server, those of the logger and of the user's own code included."""
+    return check_config(tree, devices, more=lambda config: sinks.problems(config.logger) + resolve.problems(config))
 
 
 def _preview(job: Job) -> None:

@@ -45,6 +45,7 @@ def main(run_dir: Path, life: Life) -> None:
 async def run(config: Any, run_dir: Path, life: Life) -> None:
     """One run from the connection to the trainer to its `Finish`."""
     from agrpo import wire
+    from agrpo.env.resolve import open_player
     from agrpo.lifecycle import Runtime
     from agrpo.metrics.window import Window
     from agrpo.rollout.completions import CompletionLog
@@ -72,9 +73,11 @@ async def run(config: Any, run_dir: Path, life: Life) -> None:
             max_connections=config.rollout.max_concurrent_rollouts,
             centering=config.loss.wants_head,
             metrics=window,
+            is_synced=True,  # the trainer listens only once its first weights have arrived
         )
         stack.push_async_callback(client.close)
-        player = config.env.open(tokenizer, config.sampler, client.max_model_len, eos_ids)
+        player = open_player(config, tokenizer, client.max_model_len, eos_ids)
+        await start_player(player, stack)
         completions = CompletionLog(run_dir / "completions.jsonl") if config.logger.log_completions else None
         if completions is not None:
             stack.callback(completions.close)
@@ -82,10 +85,19 @@ async def run(config: Any, run_dir: Path, life: Life) -> None:
         await loop.run()
 
 
+async def start_player(player: Any, stack: contextlib.AsyncExitStack) -> None:
+    """`start` before the first prompt and `close` at the end, also after a failed start, where the player has them."""
+    if hasattr(player, "close"):
+        stack.push_async_callback(player.close)
+    if hasattr(player, "start"):
+        await player.start()
+
+
 def _open_inputs(config: Any) -> tuple[Any, Any, frozenset[int]]:
+    from agrpo.data.rows import gives_prompts
     from agrpo.model.load import load_tokenizer
 
-    return config.data.open(), load_tokenizer(config.model), _eos_ids(config.model)
+    return config.data.open(needs_prompt=not gives_prompts(config)), load_tokenizer(config.model), _eos_ids(config.model)
 
 
 def _eos_ids(model: Any) -> frozenset[int]:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from agrpo.config import Config
+from agrpo.data.rows import gives_prompts
 from agrpo.errors import AgrpoError, StallError
 from agrpo.ledger import AdmissionCredit, Intervals, Ledger
 from agrpo.lifecycle import Life, Runtime
@@ -66,7 +67,7 @@ class TrainRun:
         shard(self.model, config.model, open_mesh(config.model, self.ranks.device))
         scaled = config.model.precision == "fp16"
         self.updater = Updater(self.model, config.optimizer, config.run.max_steps, scaled)
-        rows = config.data.open() if self.ranks.is_first else None
+        rows = config.data.open(needs_prompt=not gives_prompts(config)) if self.ranks.is_first else None
         self.num_rows = len(rows) if hasattr(rows, "__len__") else None
         self.fingerprint = getattr(rows, "fingerprint", None)
         self.resumed_from = checkpoint_to_resume(config.run, self.run_dir)

@@ -16,7 +16,7 @@ needs_datasets = pytest.mark.skipif(importlib.util.find_spec("datasets") is None
 
 
 def make_config(factory=None):
-    return Bag(env=Bag(factory=factory), run=Bag(max_steps=None))
+    return Bag(env=Bag(factory=factory), run=Bag(max_steps=None), rollout=Bag(workflow=None))
 
 
 def make_row(i, **columns):

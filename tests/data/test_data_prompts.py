@@ -94,7 +94,8 @@ def test_without_data_prompts_never_end():
 
 def test_without_data_an_environment_and_a_last_step_are_required():
     def found(factory, max_steps):
-        return NoData().problems(Bag(env=Bag(factory=factory), run=Bag(max_steps=max_steps)))
+        where = Bag(env=Bag(factory=factory), run=Bag(max_steps=max_steps), rollout=Bag(workflow=None))
+        return NoData().problems(where)
 
     assert found("my.Env", 5) == []
     assert [line.split(" ")[0] for line in found(None, None)] == ["env.factory", "run.max_steps"]
