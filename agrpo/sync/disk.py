@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from agrpo.schema import setting
-from agrpo.sync.session import Session, mode_problems
+from agrpo.sync.session import PLUGIN, Session, mode_problems
 
 if TYPE_CHECKING:
     import torch
@@ -29,9 +29,14 @@ class Disk:
     verify_every: int = setting(20, "prove every n-th sync; 0 = only the first", ge=0)
 
     receiver: ClassVar[str] = ""  # the server reads the folder by itself
+    backend: ClassVar[str | None] = None  # no --weight-transfer-config
 
     def problems(self, config: Any) -> list[str]:
         return mode_problems(self.mode, config)
+
+    def server_environment(self, run_dir: Path) -> dict[str, str]:
+        """Variables of a vLLM server; an entry of PYTHONPATH goes before what is there."""
+        return {"PYTHONPATH": str(PLUGIN)}  # not for the transfer: it repairs tied embeddings of the CPU build
 
     def open(self, server: ServerControl, run_dir: Path, device: Any, rank: int, world_size: int) -> Session:
         """The sender of this trainer rank; writes nothing before the first sync."""

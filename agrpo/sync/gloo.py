@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from agrpo.schema import setting
-from agrpo.sync.session import MIB, Session, mode_problems
+from agrpo.sync.session import MIB, PLUGIN, Session, mode_problems
 
 if TYPE_CHECKING:
     from datetime import timedelta
@@ -28,10 +28,15 @@ class Gloo:
     bucket_mb: int = setting(1024, "largest piece gathered and sent at once, MiB", ge=1)
     verify_every: int = setting(20, "prove every n-th sync; 0 = only the first", ge=0)
 
-    receiver: ClassVar[str] = "agrpo.sync.gloo.GlooReceiver"  # import path for the server
+    receiver: ClassVar[str] = "agrpo.sync.gloo.GlooReceiver"  # import path for the embedded server
+    backend: ClassVar[str] = "gloo"  # for vLLM's --weight-transfer-config; the plug-in knows it
 
     def problems(self, config: Any) -> list[str]:
         return mode_problems(self.mode, config)
+
+    def server_environment(self, run_dir: Path) -> dict[str, str]:
+        """Variables of a vLLM server; an entry of PYTHONPATH goes before what is there."""
+        return {"PYTHONPATH": str(PLUGIN)}
 
     def open(self, server: ServerControl, run_dir: Path, device: Any, rank: int, world_size: int) -> Session:
         """The sender of this trainer rank; connects at the first sync."""

@@ -28,12 +28,17 @@ class Nccl:
     bucket_mb: int = setting(1024, "largest piece gathered and sent at once, MiB", ge=1)
     verify_every: int = setting(20, "prove every n-th sync; 0 = only the first", ge=0)
 
-    receiver: ClassVar[str] = "agrpo.sync.nccl.NcclReceiver"  # import path for the server
+    receiver: ClassVar[str] = "agrpo.sync.nccl.NcclReceiver"  # import path for the embedded server
+    backend: ClassVar[str] = "nccl"  # for --weight-transfer-config: vLLM's own
 
     def problems(self, config: Any) -> list[str]:
         if not getattr(config, "devices", ()):
             return ["sync=nccl needs a GPU, none is visible; use sync=gloo or sync=disk"]
         return mode_problems(self.mode, config)
+
+    def server_environment(self, run_dir: Path) -> dict[str, str]:
+        """Variables of a vLLM server: none, the transfer is vLLM's own."""
+        return {}
 
     def open(self, server: ServerControl, run_dir: Path, device: Any, rank: int, world_size: int) -> Session:
         """The sender of this trainer rank; connects at the first sync."""

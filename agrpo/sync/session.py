@@ -13,6 +13,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from agrpo.errors import ServerError
@@ -24,6 +25,8 @@ if TYPE_CHECKING:
     Named = tuple[str, torch.Tensor]
 
 MIB = 1024 * 1024
+# Receiver for vLLM, a folder for PYTHONPATH: holds nothing of this environment but the plug-in and its entry point.
+PLUGIN = Path(__file__).parent / "vllm_plugin"
 PARTIAL = "the server holds partial weights and stays paused; a new run sends all weights and repairs it"
 COMPLETE = "all weights arrived, but the server stays paused; a new run resumes it"
 UNTOUCHED = "no weight was changed and the server goes on with the ones it had"
@@ -179,8 +182,8 @@ class Session:
 
 def mode_problems(mode: str, config: Any) -> list[str]:
     """An adapter can be sent only where one is trained."""
-    if mode == "lora" and not getattr(config.model, "lora", None):
-        return ["sync.mode: lora needs model.lora; set model.lora, or sync.mode=merged"]
+    if mode == "lora" and not config.model.lora.enabled:
+        return ["sync.mode: lora needs model.lora; set model.lora.enabled=true, or sync.mode=merged"]
     return []
 
 

@@ -36,7 +36,7 @@ def test_out_of_range_settings_are_named():
 
 
 def test_nccl_without_a_gpu_is_refused_with_what_works():
-    model = types.SimpleNamespace(lora=None)
+    model = types.SimpleNamespace(lora=types.SimpleNamespace(enabled=False))
     assert Nccl().problems(types.SimpleNamespace(devices=(), model=model)) == [
         "sync=nccl needs a GPU, none is visible; use sync=gloo or sync=disk"
     ]
@@ -44,6 +44,6 @@ def test_nccl_without_a_gpu_is_refused_with_what_works():
 
 
 def test_adapter_mode_needs_an_adapter():
-    config = types.SimpleNamespace(model=types.SimpleNamespace(lora=None))
+    config = types.SimpleNamespace(model=types.SimpleNamespace(lora=types.SimpleNamespace(enabled=False)))
     for component in (Gloo(mode="lora"), Disk(mode="lora")):
-        assert component.problems(config) == ["sync.mode: lora needs model.lora; set model.lora, or sync.mode=merged"]
+        assert component.problems(config) == ["sync.mode: lora needs model.lora; set model.lora.enabled=true, or sync.mode=merged"]
