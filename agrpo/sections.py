@@ -33,6 +33,10 @@ class Run:
     callbacks: list[str] = setting(doc="import paths of trainer callbacks", factory=list)
     objective: str | None = setting(None, "metric whose last value a sweeper receives")
     collective_timeout: float = setting(1800.0, "seconds a trainer rank may go without progress", gt=0)
+    parity_warn: float | None = setting(
+        0.1, "nats per token by which trainer and server may disagree at age 0 before a warning; null = never", gt=0
+    )
+    parity_stop: float | None = setting(0.5, "the same, before the run is ended and saved; null = never", gt=0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

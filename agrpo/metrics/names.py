@@ -128,6 +128,9 @@ sampling/importance_sampling_ratio/max | ratio | L | max | largest p / q over tr
 sampling/masked_mean | 0..1 | L | ratio | trained tokens with p / q outside [clip_min, clip_max] / trained tokens
 sampling/sampler_mass | 0..1 | L | ratio | mean sampler mass on the head tokens; only with centering
 sampling/tail_scale_mean | ratio | L | ratio | mean factor of the tail beyond the head; only with the tail model
+parity/engine_gap | nats | L | ratio | mean abs(log p - log q) of tokens that the current weights generated: the engines'
+parity/staleness_gap | nats | L | mean | what tokens of older weights differ by on top of parity/engine_gap
+parity/truncation_gap | nats | L | ratio | mean -log of the mass kept by top-k, top-p, min-p where no candidate set is known
 entropy | nats | L | ratio | mean entropy at trained positions
 aux_loss | loss | L | mean | auxiliary loss before its coefficient, mean over processes; mixture of experts only
 clip_ratio/low_mean | 0..1 | L | ratio | share of tokens: p / q < 1 - epsilon and A < 0 (with centering: any A)
