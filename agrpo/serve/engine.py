@@ -25,6 +25,7 @@ from agrpo.serve.weights import Weights
 
 log = logging.getLogger(__name__)
 
+UNLABELLED = "default"  # vLLM's word for the weights that a server starts with
 _IDLE_S = 0.2  # how long an idle engine sleeps between two signs of life
 _PREFILL_TOKENS = 4096  # prompt tokens per step; bounds activations, and how long running requests are held up
 
@@ -33,7 +34,8 @@ class Engine:
     """Continuous batching over one model. `submit` and `call` may be used from any thread."""
 
     def __init__(self, runner: Runner, weights: Weights, max_num_seqs: int, beat: Callable[[str], None]):
-        self.runner, self.weights, self.version = runner, weights, None
+        self.runner, self.weights = runner, weights
+        self.version: str | None = UNLABELLED  # of the weights; None while they are neither the old nor the new ones
         self._max_num_seqs, self._beat = max_num_seqs, beat
         self._waiting: deque[Request] = deque()
         self._held: list[Request] = []  # arrived while draining; admitted after the resume
