@@ -67,6 +67,7 @@ class Turn:
     head_logprobs: np.ndarray  # [T, K] float32; -inf where the server listed fewer than K
     candidates: Ragged | None  # candidate set per token under top-k, top-p or min-p (SAMP-1)
     finish_reason: str  # "stop", "length" or "abort"
+    is_labelled: bool = False  # the server named the versions itself, else they are those known when it was asked
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,6 +83,13 @@ class Rollout:
     tool_failure_count: int = 0
     duration_s: float = 0.0
     truncated: bool = False  # the last turn did not end in an EOS token (GEN-10)
+    prompt: list[dict[str, Any]] | None = None  # messages it began with, where an environment changed the prompt's
+    measured: tuple[tuple[str, float, float], ...] = ()  # metric events of its play: name, value, weight
+    # Set where every turn is a training row of its own, never joined with another (AREAL-WF-8): [turns] float64, the
+    # reward of each row minus the rollout's own reward. Rows of 0.81, 0.9, 1 in a rollout of reward 1: -0.19, -0.1, 0.
+    row_offsets: np.ndarray | None = None
+    has_reference: bool = False  # that own reward was stated explicitly, not taken from equal rows (AREAL-WF-51)
+    extras: dict[str, Any] = field(default_factory=dict)  # what the player's owner needs later: filters, the dump
 
     @property
     def reward(self) -> float:
@@ -104,6 +112,11 @@ class Group:
     def usable(self) -> list[Rollout]:
         return [r for r in self.rollouts if r.failure is None]
 
+    @property
+    def row_counts(self) -> np.ndarray:
+        """[usable rollouts] int64, training rows with a reward of their own; 1 for an ordinary rollout."""
+        return np.array([1 if r.row_offsets is None else len(r.row_offsets) for r in self.usable], np.int64)
+
 
 @dataclass(frozen=True, slots=True)
 class Sample:
@@ -119,6 +132,7 @@ class Sample:
     candidates: Ragged | None  # [n] lists, or None
     group_id: int
     rollout_index: int  # slot of the rollout in its group
+    reward: float = float("nan")  # of its row, as advantages are computed from it; NaN = unscorable
 
     @property
     def num_trained_tokens(self) -> int:
@@ -143,6 +157,7 @@ class ReadyGroup:
     rollout_indices: np.ndarray  # [usable rollouts] int32, slot of each entry of `rewards`
     version: int  # at the start of the group's first rollout (GEN-19)
     ready_at: float  # time.time() when it was sent
+    references: np.ndarray = field(default_factory=lambda: np.zeros(0))  # [usable rollouts] float64, as Sample.reward
 
     @property
     def raw_tokens(self) -> int:

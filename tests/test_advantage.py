@@ -33,15 +33,19 @@ def config(group_size=8, minimum=None, limit=2048):
     return Bag(rollout=rollout, sampler=Bag(max_completion_length=limit))
 
 
+def advantages_of(grouped, rewards, **settings):
+    return grouped.of(grouped.scores(make_group(rewards, **settings), 2048))
+
+
 def test_default_advantage():
-    found = Grouped().of(make_group([1.0, 0.0, 0.0, 0.0]), 2048)
+    found = advantages_of(Grouped(), [1.0, 0.0, 0.0, 0.0])
     np.testing.assert_allclose(found, [1.7320508, -0.5773503, -0.5773503, -0.5773503], rtol=1e-6)
     assert found.dtype == np.float64
 
 
 def test_unusable_rollouts_are_absent_and_unscorable_ones_are_zero():
-    group = make_group([1.0, None, 0.0, 9.0], failed=[3])
-    np.testing.assert_allclose(Grouped().of(group, 2048), [1.0, 0.0, -1.0], rtol=1e-6)
+    found = advantages_of(Grouped(), [1.0, None, 0.0, 9.0], failed=[3])
+    np.testing.assert_allclose(found, [1.0, 0.0, -1.0], rtol=1e-6)
 
 
 TABLE = [
@@ -96,7 +100,9 @@ def test_matches_a_plain_derivation(rewards, leave_one_out, unbiased):
 def test_constant_rewards_give_exactly_zero():
     for value in (0.1, 0.3, 1e6 / 3):
         for number in (2, 3, 7):
-            assert (Grouped().of_rewards(np.full(number, value)) == 0).all()
+            assert (advantages_of(Grouped(), [value] * number) == 0).all()
+            at_once = Grouped(mean_level=None, std_level=None, rollout_time_norm=True)
+            assert (advantages_of(at_once, [value] * number) == 0).all()
 
 
 def test_zero_std_tolerance():
@@ -131,18 +137,20 @@ def test_drop_reason(settings, rewards, reason):
 
 def test_rewards_are_shifted_scaled_and_clipped_in_that_order():
     shaped = Grouped(reward_bias=-0.5, reward_scaling=10, reward_clip=4)
-    np.testing.assert_allclose(shaped.rewards_of(make_group([1.0, 0.75, None]), 2048), [4.0, 2.5, NAN])
+    np.testing.assert_allclose(shaped.scores(make_group([1.0, 0.75, None]), 2048).rows, [4.0, 2.5, NAN])
 
 
 def test_overlong_penalty():
     zone = Overlong(enabled=True, tokens=4, factor=2.0)
     np.testing.assert_allclose(zone.penalty(np.array([5, 6, 8, 10]), 10), [0.0, 0.0, -1.0, -2.0])
-    np.testing.assert_allclose(Grouped(overlong=zone).rewards_of(make_group([1.0, 0.0], tokens=9), 10), [-0.5, -1.5])
+    scores = Grouped(overlong=zone).scores(make_group([1.0, 0.0], tokens=9), 10)
+    np.testing.assert_allclose(scores.references, [-0.5, -1.5])
     assert not Grouped(overlong=Overlong()).overlong.penalty(np.array([10]), 10).any()
 
 
 def test_rollout_time_normalisation_is_the_population_one():
-    found = Grouped(mean_level=None, std_level=None, rollout_time_norm=True).of(make_group([1.0, 0.0, 0.0, 0.0]), 2048)
+    at_once = Grouped(mean_level=None, std_level=None, rollout_time_norm=True)
+    found = advantages_of(at_once, [1.0, 0.0, 0.0, 0.0])
     np.testing.assert_allclose(found, [1.7320508, -0.5773503, -0.5773503, -0.5773503], rtol=1e-6)
 
 
@@ -182,8 +190,6 @@ def test_result_of_an_advantage_function_is_checked():
             config(limit=64),
             "advantage.overlong.tokens must be in [1, 64]",
         ),
-        ({"std_level": "batch"}, config(), "advantage.std_level=batch is not available yet"),
-        ({"token_norm": "batch"}, config(), "advantage.token_norm=batch is not available yet"),
     ],
 )
 def test_refusals(settings, where, line):

@@ -1,20 +1,25 @@
 """Group reward -> advantage, and which groups carry no signal (ADV).
 
-Statistics are taken over one reference reward per rollout, in float64, never over rows: a rollout that gives three samples
+Statistics are taken over one reference reward per rollout, in float64, never over rows: a rollout that gives three rows
 counts once. NaN marks a rollout that no source scored: it enters no statistic and gets advantage 0 (REW-8).
+
+With level `batch`, statistics are those of the rollouts of one step, which are known only when the trainer has put the
+step together: samples carry their rewards there, and their advantages are computed then (ADV-13).
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
+from agrpo.advantage.statistics import normalise, over_tokens
 from agrpo.errors import ContractError
 from agrpo.schema import setting
-from agrpo.types import Group
+from agrpo.types import Group, ReadyGroup, Sample
 
 LEVELS = ("group", "batch", None)
 ROLLOUT_TIME_EPS = 1e-8
@@ -35,6 +40,15 @@ class Overlong:
         assert self.tokens is not None
         over = np.asarray(num_generated_tokens, np.float64) - (limit - self.tokens)
         return np.minimum(-over / self.tokens * self.factor, 0.0)
+
+
+@dataclass(frozen=True, slots=True)
+class Scores:
+    """What the advantages of one group are computed from: penalised, shifted, scaled, clipped; NaN = unscorable."""
+
+    rows: np.ndarray  # [rows] float64
+    references: np.ndarray  # [usable rollouts] float64
+    row_counts: np.ndarray  # [usable rollouts] int64, consecutive rows of each rollout
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -59,34 +73,112 @@ class Grouped:
     def uses_group_statistics(self) -> bool:
         return "group" in (self.mean_level, self.std_level) or self.rollout_time_norm
 
-    def rewards_of(self, group: Group, max_completion_length: int) -> np.ndarray:
-        """[usable rollouts] float64: summed reward, length penalty, bias, scaling, clipping; NaN = unscorable."""
-        usable = group.usable
-        rewards = np.array([r.reward for r in usable], np.float64)
-        generated = np.array([sum(len(t.output_ids) for t in r.turns) for r in usable], np.int64)
-        rewards = rewards + self.overlong.penalty(generated, max_completion_length)
+    @property
+    def needs_step(self) -> bool:
+        """Advantages are known only when the step is assembled (ADV-13)."""
+        return "batch" in (self.mean_level, self.std_level, self.token_norm)
+
+    def scores(self, group: Group, max_completion_length: int, totals: np.ndarray | None = None) -> Scores:
+        """`totals` [usable rollouts] are the summed rewards, by default those of the group; NaN = unscorable.
+
+        The penalty on a row's length leaves an explicit reference alone; without one the rows of a rollout must be equal
+        before and after it, else ContractError (AREAL-WF-51, 54).
+        """
+        usable, counts = group.usable, group.row_counts
+        totals = np.array([r.reward for r in usable], np.float64) if totals is None else np.asarray(totals, np.float64)
+        offsets = [np.zeros(1) if r.row_offsets is None else r.row_offsets for r in usable]
+        raw = np.repeat(totals, counts) + (np.concatenate(offsets) if offsets else np.zeros(0))
+        lengths = np.array([n for r in usable for n in _generated(r)], np.int64)
+        rows = raw + self.overlong.penalty(lengths, max_completion_length)
+        first_row = np.cumsum(counts) - counts
+        references = np.where([r.has_reference for r in usable], totals, rows[first_row]) if usable else np.zeros(0)
+        for slot, (rollout, start, count) in enumerate(zip(usable, first_row, counts, strict=True)):
+            own = rows[start : start + count]
+            if not rollout.has_reference and count > 1 and np.ptp(own) > 0:
+                raise ContractError(
+                    f"group {group.group_id}: the {count} rows of usable rollout {slot} have different rewards after "
+                    f"advantage.overlong ({_listed(own)}); supply an explicit rollout_reward"
+                )
+        return Scores(self._shaped(rows), self._shaped(references), counts)
+
+    def _shaped(self, rewards: np.ndarray) -> np.ndarray:
         rewards = (rewards + self.reward_bias) * self.reward_scaling
         return rewards if self.reward_clip is None else np.clip(rewards, -self.reward_clip, self.reward_clip)
 
-    def of(self, group: Group, max_completion_length: int) -> np.ndarray:
-        """[usable rollouts] float64 advantages; 0 where unscorable."""
-        return self.of_rewards(self.rewards_of(group, max_completion_length))
+    def of(self, scores: Scores) -> np.ndarray:
+        """[usable rollouts] float64 advantages of one group's references; 0 where unscorable."""
+        return self._normalised(scores.references, None, None)
 
-    def of_rewards(self, rewards: np.ndarray) -> np.ndarray:
-        """Advantages of one group's `rewards_of`: 1, 0, 0, 0 gives 1.73205, -0.57735, -0.57735, -0.57735."""
+    def of_rows(self, scores: Scores) -> np.ndarray:
+        """[rows] float64 advantages: rewards 1, 0, 0, 0 of one row each give 1.73205, -0.57735, -0.57735, -0.57735."""
+        return self._normalised(scores.rows, scores.references, scores.row_counts)
+
+    def _normalised(self, rewards: np.ndarray, references: np.ndarray | None, counts: np.ndarray | None) -> np.ndarray:
+        parts = {"references": references, "row_counts": counts}
         if self.rollout_time_norm:
-            return normalise(rewards, mean_level="group", std_level="group", eps=ROLLOUT_TIME_EPS)
-        return normalise(
-            rewards,
+            return normalise(rewards, mean_level="group", std_level="group", eps=ROLLOUT_TIME_EPS, **parts)
+        return normalise(rewards, mean_level=self.mean_level, std_level=self.std_level, **self._choices, **parts)
+
+    @property
+    def _choices(self) -> dict[str, Any]:
+        return {"leave_one_out": self.leave_one_out, "unbiased": self.std_unbiased, "eps": self.eps}
+
+    def of_tokens(self, samples: list[Sample], advantages: np.ndarray) -> np.ndarray:
+        """`advantages` [samples] normalised over trained tokens if `token_norm` says so (AREAL-WF-56)."""
+        if self.token_norm is None:
+            return advantages
+        group_ids = np.array([s.group_id for s in samples], np.int64)
+        is_scored = ~np.isnan([s.reward for s in samples])
+        groups = [np.flatnonzero(group_ids == g) for g in np.unique(group_ids)]
+        parts = groups if self.token_norm == "group" else [np.arange(len(samples))]
+        tokens = np.array([s.num_trained_tokens for s in samples], np.int64)
+        found = over_tokens(np.where(is_scored, advantages, np.nan), tokens, parts, **self._choices)
+        return np.where(is_scored, found, 0.0)
+
+    def of_step(self, samples: list[Sample], group_of: Callable[[int], ReadyGroup]) -> np.ndarray:
+        """[samples] advantages by the statistics of a whole step; `group_of(group_id)` holds the references.
+
+        Level `batch` is over the rollouts with a sample in the step, level `group` over all rollouts of the group.
+        """
+        advantages = np.array([s.advantage for s in samples], np.float64)
+        if "batch" in (self.mean_level, self.std_level):
+            advantages = self._of_batch(samples, group_of)
+        return self.of_tokens(samples, advantages)
+
+    def _of_batch(self, samples: list[Sample], group_of: Callable[[int], ReadyGroup]) -> np.ndarray:
+        groups = {s.group_id: group_of(s.group_id) for s in samples}
+        places = {
+            (group_id, int(slot)): (group_id, at)
+            for group_id, group in groups.items()
+            for at, slot in enumerate(group.rollout_indices)
+        }
+        starts, sizes = {}, []
+        for group_id, group in groups.items():
+            starts[group_id] = sum(sizes)
+            sizes.append(len(group.references))
+        references = np.concatenate([g.references for g in groups.values()])
+        rollouts = [starts[g] + at for g, at in (places[s.group_id, s.rollout_index] for s in samples)]
+        in_step = np.zeros(len(references), np.bool_)
+        in_step[rollouts] = True
+        # One row per sample, sorted by rollout; rollouts without a sample in the step get a row that is thrown away.
+        order = np.argsort([*rollouts, *np.flatnonzero(~in_step)], kind="stable")
+        rewards = np.concatenate([[s.reward for s in samples], references[~in_step]])
+        counts = np.bincount(np.array(rollouts, np.int64), minlength=len(references)) + ~in_step
+        found = np.empty(len(order))
+        found[order] = normalise(
+            rewards[order],
             mean_level=self.mean_level,
             std_level=self.std_level,
-            leave_one_out=self.leave_one_out,
-            unbiased=self.std_unbiased,
-            eps=self.eps,
+            references=references,
+            row_counts=counts,
+            group_sizes=np.array(sizes),
+            in_batch=in_step,
+            **self._choices,
         )
+        return found[: len(samples)]
 
     def is_zero_std(self, rewards: np.ndarray) -> bool:
-        """All scored rewards equal within tolerance; true also if none is scored (ADV-4)."""
+        """`rewards` are a group's references here and below. All scored ones equal within tolerance; true also if none is scored (ADV-4)."""
         scored = rewards[~np.isnan(rewards)]
         if not len(scored):
             return True
@@ -97,9 +189,9 @@ class Grouped:
         return int((~np.isnan(rewards)).sum()) >= 2 and not self.is_zero_std(rewards)
 
     def drop_reason(self, rewards: np.ndarray) -> str | None:
-        """Why the group with these `rewards_of` is not trained: `under_scored`, `zero_std`, or None (ADV-5 to ADV-9)."""
+        """Why the group with these references is not trained: `under_scored`, `zero_std`, or None (ADV-5 to ADV-9)."""
         num_scored = int((~np.isnan(rewards)).sum())
-        if num_scored == 0:
+        if num_scored == 0 or (self.rollout_time_norm and num_scored < len(rewards)):  # AREAL-WF-43
             return "under_scored"
         if not self.drop_zero_std or not self.uses_group_statistics:
             return None
@@ -145,11 +237,6 @@ class Grouped:
                 f"rollout.min_usable_group_size must be >= 2 with group statistics, got {explicit}; leave it null or set "
                 "advantage.mean_level=null advantage.std_level=null"
             )
-        for name, value in (("mean_level", self.mean_level), ("std_level", self.std_level)):
-            if value == "batch":
-                lines.append(f"advantage.{name}=batch is not available yet; use group or null")
-        if self.token_norm is not None:
-            lines.append(f"advantage.token_norm={self.token_norm} is not available yet; use null")
         return lines
 
     def _overlong_problems(self, config: Any) -> list[str]:
@@ -163,77 +250,12 @@ class Grouped:
         return []
 
 
-def normalise(
-    rewards: np.ndarray,
-    *,
-    mean_level: str | None,
-    std_level: str | None,
-    leave_one_out: bool = False,
-    unbiased: bool = False,
-    eps: float = 1e-8,
-    references: np.ndarray | None = None,
-    row_counts: np.ndarray | None = None,
-    group_sizes: np.ndarray | None = None,
-) -> np.ndarray:
-    """(reward - baseline) / divisor of each row, with the statistics of its rollout's group or of the whole batch.
-
-    rewards [rows]; references [rollouts] default to each rollout's first row, NaN = unscored; row_counts [rollouts] default
-    to 1; group_sizes [groups] in rollouts, default one group. Rows of unscored rollouts get 0 (AREAL-WF-50 to 52).
-    rewards 1 2 3, row_counts 2 1, references 1 3, eps 0, population std gives -1 0 1.
-    """
-    rewards = np.asarray(rewards, np.float64)
-    counts = np.ones(len(rewards), np.int64) if row_counts is None else np.asarray(row_counts, np.int64)
-    first_row = np.cumsum(counts) - counts
-    refs = rewards[first_row] if references is None else np.asarray(references, np.float64)
-    groups = np.array([len(refs)]) if group_sizes is None else np.asarray(group_sizes, np.int64)
-    assert counts.sum() == len(rewards) and len(refs) == len(counts) == groups.sum()
-    parts = {"group": np.split(np.arange(len(refs)), np.cumsum(groups)[:-1]), "batch": [np.arange(len(refs))]}
-    baseline, divisor = np.zeros(len(refs)), np.ones(len(refs))
-    for members in parts.get(mean_level, []):
-        baseline[members] = _baseline(refs[members], leave_one_out)
-    for members in parts.get(std_level, []):
-        # Around the chosen baseline, also a leave-one-out or batch one; without a baseline around the plain mean.
-        center = baseline[members] if mean_level is not None else _baseline(refs[members], False)
-        divisor[members] = _divisor(refs[members] - center, unbiased, eps)
-    rollout_of_row = np.repeat(np.arange(len(refs)), counts)
-    values = (rewards - baseline[rollout_of_row]) / divisor[rollout_of_row]
-    return np.where(np.isnan(refs[rollout_of_row]), 0.0, values)
+def _generated(rollout: Any) -> list[int]:
+    """Generated tokens of each row of a rollout; a turn that is a row of its own may hold context among them."""
+    if rollout.row_offsets is None:
+        return [sum(len(t.output_ids) for t in rollout.turns)]
+    return [int(np.count_nonzero(t.output_mask)) for t in rollout.turns]
 
 
-def _baseline(references: np.ndarray, leave_one_out: bool) -> np.ndarray:
-    """[n] mean of the scored references; all of them equal gives exactly that value, so that 0.1, 0.1, 0.1 minus it is 0."""
-    scored = references[~np.isnan(references)]
-    if not len(scored):
-        return np.zeros(len(references))
-    if np.ptp(scored) == 0 or len(scored) == 1:
-        return np.full(len(references), scored[0])
-    if leave_one_out:
-        return (scored.sum() - references) / (len(scored) - 1)
-    return np.full(len(references), scored.mean())
-
-
-def _divisor(deviations: np.ndarray, unbiased: bool, eps: float) -> float:
-    scored = deviations[~np.isnan(deviations)]
-    degrees = len(scored) - 1 if unbiased else len(scored)
-    if degrees < 1:
-        return 1.0
-    std = math.sqrt(float((scored**2).sum()) / degrees)
-    return 1.0 if std <= eps else std + eps
-
-
-def checked(advantages: Any, rewards: np.ndarray, source: str) -> np.ndarray:
-    """The result of an advantage function as float64, or ContractError (ADV-11); unscorable rollouts get 0 (ADV-10)."""
-    try:
-        values = np.asarray(advantages, np.float64)
-    except (TypeError, ValueError) as error:
-        raise ContractError(f"advantage function {source} must return one number per rollout: {error}") from error
-    if values.shape != rewards.shape:
-        raise ContractError(
-            f"advantage function {source} must return {len(rewards)} values, one per usable rollout, got shape {values.shape}"
-        )
-    scored = ~np.isnan(rewards)
-    if not np.isfinite(values[scored]).all():
-        raise ContractError(
-            f"advantage function {source} returned a non-finite value for a scored rollout: {values.tolist()}"
-        )
-    return np.where(scored, values, 0.0)
+def _listed(values: np.ndarray) -> str:
+    return ", ".join(f"{v:g}" for v in values)

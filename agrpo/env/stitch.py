@@ -8,10 +8,16 @@ turn [p x | b] gives two samples: p a and p x b.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 
 from agrpo.types import Ragged, Rollout, Sample, Turn
+
+
+def chains_of(rollout: Rollout) -> list[list[Turn]]:
+    """The turns of each sample of a rollout; turns that are training rows of their own are never joined."""
+    return chains(rollout.turns) if rollout.row_offsets is None else [[turn] for turn in rollout.turns]
 
 
 def chains(turns: Sequence[Turn]) -> list[list[Turn]]:
@@ -37,7 +43,7 @@ def _extends(turn: Turn, last: Turn) -> bool:
 
 def forwarded_tokens(rollout: Rollout) -> int:
     """Raw tokens that training this rollout forwards: the unit of admission (STA-5)."""
-    kept = [c for c in chains(rollout.turns) if any(t.output_mask.any() for t in c)]
+    kept = [c for c in chains_of(rollout) if any(t.output_mask.any() for t in c)]
     return sum(len(c[-1].prompt_ids) + len(c[-1].output_ids) for c in kept)
 
 
@@ -52,13 +58,20 @@ def drift_tokens(turns: Sequence[Turn]) -> list[int]:
     return drifts
 
 
-def stitch(rollout: Rollout, advantage: float, group_id: int, slot: int) -> list[Sample]:
-    """The samples of a rollout, each with its advantage (TURN-7); those without a trained token are left out (TURN-8)."""
-    samples = [_sample(chain, advantage, group_id, slot) for chain in chains(rollout.turns)]
+def stitch(
+    rollout: Rollout, advantage: Any, group_id: int, slot: int, reward: Any = float("nan")
+) -> list[Sample]:
+    """The samples of a rollout (TURN-7); those without a trained token are left out (TURN-8).
+
+    `advantage` and `reward` are one number for all samples, or one per row where the turns are rows of their own.
+    """
+    found = chains_of(rollout)
+    rows = zip(found, np.broadcast_to(advantage, len(found)), np.broadcast_to(reward, len(found)), strict=True)
+    samples = [_sample(chain, float(a), float(r), group_id, slot) for chain, a, r in rows]
     return [s for s in samples if s.loss_mask.any()]
 
 
-def _sample(chain: list[Turn], advantage: float, group_id: int, slot: int) -> Sample:
+def _sample(chain: list[Turn], advantage: float, reward: float, group_id: int, slot: int) -> Sample:
     token_ids = np.concatenate([chain[-1].prompt_ids, chain[-1].output_ids]).astype(np.int32, copy=False)
     loss_mask = np.zeros(len(token_ids), np.bool_)
     logprobs = np.zeros(len(token_ids), np.float32)
@@ -73,12 +86,13 @@ def _sample(chain: list[Turn], advantage: float, group_id: int, slot: int) -> Sa
         loss_mask=loss_mask,
         sampler_logprobs=logprobs,
         versions=versions,
-        advantage=float(advantage),
+        advantage=advantage,
         head_ids=np.concatenate([t.head_ids[t.output_mask] for t in chain]),
         head_logprobs=np.concatenate([t.head_logprobs[t.output_mask] for t in chain]),
         candidates=_candidates(chain),
         group_id=group_id,
         rollout_index=slot,
+        reward=reward,
     )
 
 

@@ -7,6 +7,7 @@ has room for every sample within the budget. Not thread safe: one thread calls i
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
@@ -64,8 +65,12 @@ class OpenRow:
         self.group_ids.add(sample.group_id)
         self.num_tokens, self.num_terms, self.depth_sum = fit.num_tokens, fit.num_terms, fit.depth_sum
 
-    def lay_out(self) -> Row:
-        return lay_out(self.trie, self.samples, self.leaves, self.load)
+    def lay_out(self, advantage_of: dict[int, float]) -> Row:
+        """The row as arrays; `advantage_of` holds the advantages, by the sample's `id`, that replace the samples' own."""
+        samples = self.samples
+        if advantage_of:
+            samples = [dataclasses.replace(s, advantage=float(advantage_of[id(s)])) for s in samples]
+        return lay_out(self.trie, samples, self.leaves, self.load)
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,6 +139,8 @@ class Planner:
         self.microbatches_per_step = microbatches_per_step
         self.next_index = 1  # index of the next step; set by the caller on resume
         self.step_samples: list[Sample] = []  # samples of the step that was returned last, in order of arrival
+        # Advantages [samples] of the samples of a step where they are known only now (ADV-13); None keeps their own.
+        self.advantages: Callable[[list[Sample]], np.ndarray] | None = None
         self.dropped_oversize: list[Sample] = []  # samples longer than the budget (PACK-14); cleared by the caller
         self._new_trie = new_trie
         self._closed: list[OpenMicrobatch] = []
@@ -149,9 +156,12 @@ class Planner:
         if len(self._closed) < self.microbatches_per_step:
             return None
         chosen, self._closed = self._closed[: self.microbatches_per_step], self._closed[self.microbatches_per_step :]
-        microbatches = tuple(Microbatch(tuple(row.lay_out() for row in m.rows)) for m in chosen)
-        step = Step(index=self.next_index, microbatches=microbatches)
         self.step_samples = [sample for microbatch in chosen for sample in microbatch.samples]
+        advantage_of = {}
+        if self.advantages is not None:
+            advantage_of = dict(zip(map(id, self.step_samples), self.advantages(self.step_samples), strict=True))
+        microbatches = tuple(Microbatch(tuple(row.lay_out(advantage_of) for row in m.rows)) for m in chosen)
+        step = Step(index=self.next_index, microbatches=microbatches)
         self.next_index += 1
         return step
 

@@ -16,16 +16,18 @@ class CompletionLog:
     def __init__(self, path: Path):
         self._file = path.open("a", buffering=1, encoding="utf-8")
 
-    def write(self, group: Group, advantages: np.ndarray, dropped: str | None) -> None:
-        """The usable rollouts of a group; `dropped` is why it is not trained, None if it is."""
-        for rollout, advantage in zip(group.usable, advantages, strict=True):
+    def write(self, group: Group, advantages: np.ndarray | None, dropped: str | None) -> None:
+        """The usable rollouts of a group; `dropped` is why it is not trained, None if it is. `advantages` are None where
+        they are known only in the step."""
+        listed = [None] * len(group.usable) if advantages is None else advantages.tolist()
+        for rollout, advantage in zip(group.usable, listed, strict=True):
             line = {
                 "group": group.group_id,
                 "version": group.version,
                 "prompt": group.prompt.messages,
                 "completion": rollout.completion,
                 "rewards": rollout.rewards,
-                "advantage": float(advantage),
+                "advantage": advantage,
                 "dropped": dropped,
             }
             self._file.write(json.dumps(line, ensure_ascii=False, default=str) + "\n")

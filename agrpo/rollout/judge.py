@@ -7,6 +7,7 @@ Finished groups wait in a queue of `scorer.queue_size`; while it is full no roll
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import logging
 import time
 from collections.abc import Callable
@@ -14,6 +15,7 @@ from typing import Any
 
 import numpy as np
 
+from agrpo.advantage import Scores
 from agrpo.env.stitch import stitch
 from agrpo.errors import AgrpoError, ContractError
 from agrpo.rollout import report
@@ -59,17 +61,19 @@ class Judge:
     async def ready(self, group: Group, places: Places) -> ReadyGroup:
         self._check_size(group)
         scored = await self._after_queue(group, places)
-        rewards = self._advantage.rewards_of(scored, self._max_completion_length)
-        advantages = self._advantage.of(scored, self._max_completion_length)
+        scores = self._advantage.scores(scored, self._max_completion_length)
+        advantages, of_rows = self._advantage.of(scores), self._advantage.of_rows(scores)
         # Decided on the rewards, never on the advantages: no advantage function can save a group without signal (ADV-6).
-        reason = self._advantage.drop_reason(rewards)
-        report.record_scored(self._window, scored, self._advantage.has_signal(rewards), reason is not None)
+        reason = self._advantage.drop_reason(scores.references)
+        report.record_scored(self._window, scored, self._advantage.has_signal(scores.references), reason is not None)
         if self._completions is not None:
-            self._completions.write(scored, advantages, reason)
+            self._completions.write(scored, None if self._advantage.needs_step else advantages, reason)
         if reason is not None:
             raise Dropped(reason)
         await self._check_accepted(scored)
-        ready = ready_group(scored, advantages)
+        ready = ready_group(scored, scores, of_rows)
+        if not self._advantage.needs_step:
+            ready = _over_tokens(ready, self._advantage)
         if not ready.samples:
             raise Dropped("no_trained_token")
         return ready
@@ -80,6 +84,8 @@ class Judge:
         minimum = self._advantage.minimum_usable(num_slots, self._settings.min_usable_group_size)
         incomplete = self._settings.drop_incomplete_group and num_usable < num_slots
         if incomplete or num_usable < minimum:
+            if not num_usable:
+                self._window.add("group/rejected_count", 1)
             report.record_trainable(self._window, 0, num_slots)
             raise Dropped("incomplete" if incomplete else "unusable")
         report.record_trainable(self._window, num_usable, num_slots)
@@ -141,14 +147,15 @@ class Judge:
             raise ContractError(f"rollout.accept_fn raised {type(error).__name__}: {error}") from error
 
 
-def ready_group(group: Group, advantages: np.ndarray) -> ReadyGroup:
-    """The samples of a scored group; `advantages` [usable rollouts]. Unusable rollouts give none (ADV-10)."""
+def ready_group(group: Group, scores: Scores, advantages: np.ndarray) -> ReadyGroup:
+    """The samples of a scored group; `advantages` [rows of its usable rollouts]. Unusable rollouts give none (ADV-10)."""
     slots = [slot for slot, rollout in enumerate(group.rollouts) if rollout.failure is None]
-    usable = group.usable
+    usable, ends = group.usable, np.cumsum(scores.row_counts)
+    rows = [slice(end - count, end) for end, count in zip(ends, scores.row_counts, strict=True)]
     samples = [
         sample
-        for slot, rollout, advantage in zip(slots, usable, advantages, strict=True)
-        for sample in stitch(rollout, advantage, group.group_id, slot)
+        for slot, rollout, own in zip(slots, usable, rows, strict=True)
+        for sample in stitch(rollout, advantages[own], group.group_id, slot, scores.rows[own])
     ]
     names = {name: None for rollout in usable for name in rollout.rewards}
     sources = {name: np.array([_number(r.rewards.get(name)) for r in usable], np.float64) for name in names}
@@ -162,7 +169,18 @@ def ready_group(group: Group, advantages: np.ndarray) -> ReadyGroup:
         rollout_indices=np.array(slots, np.int32),
         version=group.version,
         ready_at=time.time(),
+        references=scores.references,
     )
+
+
+def _over_tokens(ready: ReadyGroup, advantage: Any) -> ReadyGroup:
+    """The group with advantages normalised over its trained tokens, where that is asked for."""
+    given = np.array([s.advantage for s in ready.samples], np.float64)
+    found = advantage.of_tokens(list(ready.samples), given)
+    if found is given:
+        return ready
+    samples = (dataclasses.replace(s, advantage=float(a)) for s, a in zip(ready.samples, found, strict=True))
+    return dataclasses.replace(ready, samples=tuple(samples))
 
 
 def _number(value: float | None) -> float:

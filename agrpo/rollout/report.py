@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from agrpo.env.stitch import chains, drift_tokens
+from agrpo.env.stitch import chains_of, drift_tokens
 from agrpo.types import Group, Rollout, Turn
 
 
@@ -18,6 +18,9 @@ def record_played(window: Any, group: Group, num_slots: int) -> None:
     window.add("group/fully_masked_group", float(not usable))
     window.add("group/singleton_slot_group", float(len(usable) == 1))
     window.add("group/pre_filter_usable_slot_yield", len(usable), num_slots)
+    for rollout in group.rollouts:
+        for name, value, weight in rollout.measured:
+            window.add(name, value, weight)
     failed = [r.failure for r in group.rollouts if r.failure is not None]
     window.add("rollout/failed_count", len(failed))
     for reason in failed:
@@ -32,7 +35,7 @@ def record_played(window: Any, group: Group, num_slots: int) -> None:
 
 
 def _record_lengths(window: Any, usable: list[Rollout]) -> None:
-    lengths = [sum(len(t.output_ids) for t in r.turns) for r in usable]
+    lengths = [sum(_num_generated(r, t) for t in r.turns) for r in usable]
     ended = [n for n, r in zip(lengths, usable, strict=True) if not r.truncated]
     for kind, values in (("", lengths), ("terminated_", ended)):
         if values:
@@ -45,16 +48,22 @@ def _record_lengths(window: Any, usable: list[Rollout]) -> None:
     window.add("completions/duplicate_frac", len(usable) - len(distinct), len(usable))
 
 
+def _num_generated(rollout: Rollout, turn: Turn) -> int:
+    """A turn that is a row of its own may hold context among its output."""
+    return len(turn.output_ids) if rollout.row_offsets is None else int(turn.output_mask.sum())
+
+
 def _generated(turn: Turn) -> bytes:
     return turn.output_ids.tobytes()
 
 
 def _record_forks(window: Any, usable: list[Rollout]) -> None:
-    num_samples = sum(sum(any(t.output_mask.any() for t in c) for c in chains(r.turns)) for r in usable)
+    num_samples = sum(sum(any(t.output_mask.any() for t in c) for c in chains_of(r)) for r in usable)
     window.add("rollout/samples_per_rollout", num_samples, len(usable))
-    drifts = [d for r in usable for d in drift_tokens(r.turns)]
+    joined = [r for r in usable if r.row_offsets is None]  # separate rows are no forks
+    drifts = [d for r in joined for d in drift_tokens(r.turns)]
     if drifts:
-        forks = sum(len(chains(r.turns)) - 1 for r in usable)
+        forks = sum(len(chains_of(r)) - 1 for r in joined)
         window.add("rollout/fork_frac", forks, len(drifts))
         window.add("rollout/drift_tokens_mean", sum(drifts), len(drifts))
         window.add("rollout/drift_tokens_max", max(drifts))

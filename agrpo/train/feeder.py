@@ -38,12 +38,15 @@ class Feeder:
         version_at: Callable[[int], int],  # step index -> weight version it is trained at
         version: int,  # that the server holds now
         step: int,  # steps done
+        advantage: Any = None,  # the component, where it needs whole steps
     ):
         self._planner, self.ledger, self._credit, self._settings = planner, ledger, credit, settings
         self._version_at, self._version, self._step = version_at, version, step
         self._lock = threading.RLock()
         self._window = Window()
         self._groups: dict[int, ReadyGroup] = {}  # groups with samples that are not trained yet
+        if getattr(advantage, "needs_step", False):
+            planner.advantages = lambda samples: advantage.of_step(samples, self._groups.__getitem__)
         self._untrained: dict[int, list[Sample]] = {}
         self._inbox: queue.SimpleQueue[ReadyGroup] = queue.SimpleQueue()
         self._num_inbox_samples = 0

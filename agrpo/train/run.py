@@ -139,6 +139,7 @@ class TrainRun:
             version_at=lambda step: first_version + (step - 1) // every - first_step // every,
             version=first_version,
             step=first_step,
+            advantage=config.advantage,
         )
         # Also a fresh start: a run killed before its first checkpoint left records of steps that come again.
         self.sinks = open_sinks(config.logger, self.run_dir, progress.step)

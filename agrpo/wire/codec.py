@@ -86,6 +86,7 @@ class _ReadyHeader(msgspec.Struct, tag="Ready", frozen=True):
     ready_at: float
     sources: list[str]
     advantages: list[float]
+    sample_rewards: list[float]
     slots: list[int]
     heads: int
     has_candidates: bool
@@ -112,6 +113,7 @@ def encode(message: Message | ReadyGroup) -> list[bytes | memoryview]:
             message.ready_at,
             list(message.source_rewards),
             [s.advantage for s in message.samples],
+            [s.reward for s in message.samples],
             [s.rollout_index for s in message.samples],
             message.samples[0].head_ids.shape[1] if message.samples else 0,
             bool(message.samples) and message.samples[0].candidates is not None,
@@ -144,6 +146,7 @@ def _ready_arrays(group: ReadyGroup) -> list[np.ndarray]:
         join("head_logprobs", np.float32, (0, heads)),
         np.ascontiguousarray(group.rewards, np.float64),
         np.ascontiguousarray(group.rollout_indices, np.int32),
+        np.ascontiguousarray(group.references, np.float64),
         *(np.ascontiguousarray(v, np.float64) for v in group.source_rewards.values()),
     ]
     if samples and samples[0].candidates is not None:
@@ -168,8 +171,9 @@ def decode(header: bytes, payload: bytes | bytearray | memoryview) -> Message | 
 
 
 def _ready_group(header: _ReadyHeader, arrays: list[np.ndarray]) -> ReadyGroup:
-    lengths, trained, token_ids, loss_mask, logprobs, versions, head_ids, head_logprobs, rewards, slots = arrays[:10]
-    sources = dict(zip(header.sources, arrays[10:], strict=False))
+    lengths, trained, token_ids, loss_mask, logprobs, versions, head_ids, head_logprobs = arrays[:8]
+    rewards, slots, references = arrays[8:11]
+    sources = dict(zip(header.sources, arrays[11:], strict=False))
     candidate_values, candidate_lengths = arrays[-2:] if header.has_candidates else (None, None)
     token_at, term_at = np.concatenate([[0], np.cumsum(lengths)]), np.concatenate([[0], np.cumsum(trained)])
     candidate_at = np.concatenate([[0], np.cumsum(candidate_lengths)]) if header.has_candidates else None
@@ -192,6 +196,7 @@ def _ready_group(header: _ReadyHeader, arrays: list[np.ndarray]) -> ReadyGroup:
                 candidates,
                 header.group_id,
                 header.slots[i],
+                header.sample_rewards[i],
             )
         )
     return ReadyGroup(
@@ -204,6 +209,7 @@ def _ready_group(header: _ReadyHeader, arrays: list[np.ndarray]) -> ReadyGroup:
         rollout_indices=slots,
         version=header.version,
         ready_at=header.ready_at,
+        references=references,
     )
 
 
