@@ -21,7 +21,7 @@ class ServerWatch:
         self._client, self._cap, self._places, self._window = client, cap, places, window
         self._interval_s = interval_s
         self._num_failed = 0
-        self._preemptions: float | None = None
+        self._preemptions: dict[str, float] = {}  # per server, as last seen
 
     async def run(self) -> None:
         while True:
@@ -38,11 +38,11 @@ class ServerWatch:
                 self._take(load)
 
     def _take(self, load: Any) -> None:
-        # A counter that fell belongs to a server that started again from zero.
-        last = self._preemptions
-        new = load.num_preemptions if last is None or load.num_preemptions < last else load.num_preemptions - last
-        preempted = 0.0 if last is None else new
-        self._preemptions = load.num_preemptions
+        preempted = 0.0
+        for url, count in load.num_preemptions.items():
+            last = self._preemptions.get(url, count)
+            preempted += count if count < last else count - last  # one that fell started again from zero (CONC-15)
+            self._preemptions[url] = count
         if self._cap.poll(load.kv_cache_usage, load.num_waiting, load.paused):
             report.record_load(self._window, load, preempted)
         self._places.hand_out()

@@ -18,6 +18,13 @@ from agrpo.types import Ragged, Turn
 PLACEHOLDER = -9999.0
 
 
+class Unsynced(RolloutFailure):
+    """The tokens came from weights that the run did not send; passes as soon as the server has the run's."""
+
+    def __init__(self, text: str):
+        super().__init__("unsynced", text)
+
+
 class _Entry(msgspec.Struct, gc=False):
     token_id: int
     logprob: float
@@ -79,6 +86,8 @@ class Expected:
     num_heads: int  # K; 0 asks for the sampled token's log-prob only
     candidates: bool  # truncated sampling: every token needs its candidate set (SAMP-1)
     version: int  # weight version known when the request was sent (GEN-18)
+    is_synced: bool = False  # a run has sent its weights to the server: tokens of any others are refused
+    is_labelled: bool = False  # the server has named versions before: an answer without them is refused
 
 
 def turn_of_tokens(body: bytes, expected: Expected) -> Turn:
@@ -186,16 +195,18 @@ def _turn(choice, expected: Expected, output_ids, logprobs, heads, masks: list[l
     if bad.any():
         at = int(np.argmax(bad))
         raise RolloutFailure("logprobs", f"token {at} of {len(logprobs)} has the log-prob {logprobs[at]}")
+    versions, is_labelled = _versions(choice.weight_versions, len(output_ids), expected)
     return Turn(
         prompt_ids=expected.prompt_ids,
         output_ids=output_ids,
         sampler_logprobs=logprobs,
         output_mask=np.ones(len(output_ids), np.bool_),
-        versions=_versions(choice.weight_versions, len(output_ids), expected.version),
+        versions=versions,
         head_ids=heads[0],
         head_logprobs=heads[1],
         candidates=_candidates(masks, output_ids) if expected.candidates else None,
         finish_reason=choice.finish_reason or "stop",
+        is_labelled=is_labelled,
     )
 
 
@@ -215,10 +226,20 @@ def _candidates(masks: list[list[int]] | None, output_ids: np.ndarray) -> Ragged
     return candidates
 
 
-def _versions(spans: list[_Span] | None, num_tokens: int, sent: int) -> np.ndarray:
-    """Per token the version of its span; the version known at sending where a span is missing or not a number."""
-    versions = np.full(num_tokens, sent, np.int32)
+def _versions(spans: list[_Span] | None, num_tokens: int, expected: Expected) -> tuple[np.ndarray, bool]:
+    """Per token the version of its span, and whether there is one; else the version known at sending (GEN-18).
+
+    A server that labels its tokens names a version once a sync of the run is complete, and something else before. So a
+    label that is no version, after the run's first sync or after a label that was one, means a server that was started
+    again and has not been given the run's weights yet: what it says must not be trained as if it came from them.
+    """
+    versions, is_labelled = np.full(num_tokens, expected.version, np.int32), False
     for span in spans or ():
-        if str(span.version).isdigit():
-            versions[max(span.start, 0) : span.end] = int(span.version)
-    return versions
+        if str(span.version).isdecimal():
+            versions[max(span.start, 0) : span.end], is_labelled = int(span.version), True
+        elif expected.is_synced or expected.is_labelled:
+            text = f"the server answered with weights labelled {span.version!r}, which this run did not send"
+            raise Unsynced(text)
+    if expected.is_labelled and not is_labelled:
+        raise Unsynced("the server answered without the version of its weights, which it named before")
+    return versions, is_labelled

@@ -221,7 +221,7 @@ def test_seeds_of_all_requests_differ_and_groups_that_are_done_are_left_out(url,
 
 
 def test_a_failed_slot_costs_only_itself(url, tmp_path):
-    control(url, faults=["400", "malformed"])
+    control(url, faults=["400", "logprobs"])
     trainer = produce(url, tmp_path, done(4), cap=1)
     # Slots 0 and 1 of group 0 failed: one usable rollout is no group.
     assert trainer.resolved == [(0, "unusable")]

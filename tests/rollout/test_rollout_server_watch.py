@@ -25,7 +25,7 @@ class Scripted:
 
 
 def load(usage=0.7, preemptions=0.0, waiting=0.0, paused=False):
-    return ServerLoad(usage, 5.0, waiting, preemptions, 1000, paused)
+    return ServerLoad(usage, 5.0, waiting, {"http://one": preemptions}, 1000, paused)
 
 
 def watch(polls, cap, synced_before=False):

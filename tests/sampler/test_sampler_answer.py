@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from agrpo.errors import RolloutFailure
-from agrpo.sampler.answer import Expected, turn_of_text, turn_of_tokens
+from agrpo.sampler.answer import Expected, Unsynced, turn_of_text, turn_of_tokens
 from tests.stub_server import text_answer, token_answer
 
 PROMPT = np.arange(5, dtype=np.int32)
@@ -92,6 +92,19 @@ def test_versions_follow_the_spans_and_fall_back_to_the_version_at_sending():
     for missing in (None, [{"version": "default", "start": 0, "end": 4}]):
         turn = turn_of_tokens(encode(answer_of(tops, weight_versions=missing)), expected(0))
         assert turn.versions.tolist() == [7] * 4
+
+
+def test_tokens_of_weights_that_the_run_did_not_send_are_refused():
+    """What a server says between its restart and the next sync; also an answer that was under way during that sync."""
+    asked = Expected(np.array([1, 2], np.int32), 0, False, version=7, is_synced=True)
+    tops = [[entry(7, -0.5, 1)]] * 4
+    restarted = [{"version": "default", "start": 0, "end": 4}]
+    under_way = [{"version": "default", "start": 0, "end": 1}, {"version": "7", "start": 1, "end": 4}]
+    for spans in (restarted, under_way):
+        with pytest.raises(Unsynced, match="labelled 'default'"):
+            turn_of_tokens(encode(answer_of(tops, weight_versions=spans)), asked)
+    for spans in ([{"version": "6", "start": 0, "end": 4}], None):
+        turn_of_tokens(encode(answer_of(tops, weight_versions=spans)), asked)
 
 
 def test_candidate_sets_are_kept_as_listed():

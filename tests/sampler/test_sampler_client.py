@@ -8,8 +8,9 @@ import pytest
 
 from agrpo.errors import RolloutFailure, ServerError
 from agrpo.metrics.window import Window
+from agrpo.sampler.client import RequestKey, request_seed
 from agrpo.sampler.load import load_of
-from agrpo.sampler.vllm import RequestKey, Vllm, request_seed
+from agrpo.sampler.vllm import Vllm
 from tests.stub_server import control, report, stub_server
 
 PROMPT = np.arange(2, 13, dtype=np.int32)
@@ -92,7 +93,7 @@ def test_a_hung_request_is_retried_after_its_time_limit(url):
         (["reset"] * 3, "connection", "3 tries"),
         (["400"], "rejected", "stub says 400"),
         (["404"], "rejected", "stub says 404"),
-        (["malformed"], "malformed", "answer begins"),
+        (["malformed"] * 3, "malformed", "answer begins"),
         (["logprobs"], "logprobs", "6 log-probs for 7 tokens"),
         (["placeholder"], "logprobs", "-9999"),
         (["abort"], "aborted", "aborted"),
@@ -183,8 +184,9 @@ vllm:cache_config_info{block_size="16",num_gpu_blocks="10"} 1.0
 
 
 def test_load_is_the_maximum_usage_and_sums_over_engines():
-    load = load_of([METRICS])
-    assert (load.kv_cache_usage, load.num_running, load.num_waiting, load.num_preemptions) == (0.5, 7, 2, 11)
+    load = load_of({"http://one": METRICS})
+    assert (load.kv_cache_usage, load.num_running, load.num_waiting) == (0.5, 7, 2)
+    assert load.num_preemptions == {"http://one": 11}
     assert load.kv_cache_tokens == 1000 + 160
 
 
