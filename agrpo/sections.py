@@ -109,6 +109,14 @@ class Fsdp:
     options: dict[str, Any] = setting(doc="FSDP2 options: wrap policy, reshard, CPU offload", factory=dict)
 
 
+# PEFT's arguments that leave the base weights as they are; others change them, or the model around the adapter.
+LORA_OPTIONS = (
+    "use_rslora", "use_dora", "bias", "modules_to_save", "rank_pattern", "alpha_pattern", "layers_to_transform",
+    "layers_pattern", "exclude_modules", "init_lora_weights",
+)  # fmt: skip
+LORA_STARTS = (True, "gaussian", "orthogonal")  # values of init_lora_weights
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Lora:
     enabled: bool = setting(False, "train an adapter instead of the whole model")
@@ -117,6 +125,19 @@ class Lora:
     target_modules: str | list[str] = setting("all-linear", "modules that get an adapter; never the head")
     dropout: float = setting(0.0, "dropout on the adapter's input", ge=0, lt=1)
     options: dict[str, Any] = setting(doc="other PEFT arguments", factory=dict)
+
+    @property
+    def merged_only(self) -> str | None:
+        """The option that makes an adapter which servers cannot load, so that weights are sent merged (LORA-3)."""
+        options = self.options
+        if options.get("use_dora"):
+            return "model.lora.options.use_dora"
+        if options.get("bias", "none") != "none":
+            return "model.lora.options.bias"
+        return next(
+            (f"model.lora.options.{k}" for k in ("modules_to_save", "rank_pattern", "alpha_pattern") if options.get(k)),
+            None,
+        )
 
 
 ATTENTION_BACKENDS = ("auto", "varlen", "flex", "sdpa", "fa3", "fa4", "aiter")

@@ -1,6 +1,7 @@
 """Checkpoints that a run resumes from, and the exported Hugging Face folder.
 
-    <run_dir>/checkpoints/step-000040/   shards/      model and optimizer, readable by any number of ranks
+    <run_dir>/checkpoints/step-000040/   shards/      trained weights and optimizer, readable by any number of ranks
+                                         adapter/     a LoRA adapter in PEFT's format, where one is trained
                                          rng-<rank>.pt
                                          updater.json and the caller's own JSON files
 
@@ -27,9 +28,14 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import state_dict as dcp_state
 
 from agrpo.errors import ConfigError
+from agrpo.model.adapter import CONFIG_FILE, adapter_config, has_adapter, write_adapter
 from agrpo.model.optim import Updater
-from agrpo.model.shard import COMPUTE_DTYPES, gathered, parameters_by_name
+from agrpo.model.shard import COMPUTE_DTYPES
+from agrpo.model.weights import adapter_tensors, gathered, plain_tensors
 
+ADAPTER = "adapter"
+# What a resumed run must share with the run that saved, to find its tensors and to go on as before.
+_SHAPE_OF_ADAPTER = {"r": "r", "lora_alpha": "alpha", "target_modules": "target_modules", "use_dora": "options.use_dora"}
 _NAME = re.compile(r"step-(\d+)$")
 
 
@@ -47,6 +53,8 @@ def save(folder: Path, model: torch.nn.Module, updater: Updater | None, files: d
     with _alone_is_intended():
         dcp.save(_state(model, updater), checkpoint_id=beside / "shards", no_dist=not dist.is_initialized())
     torch.save(_rng_state(), beside / f"rng-{rank}.pt")
+    if has_adapter(model):
+        _write_adapter(model, beside / ADAPTER)
     if rank == 0:
         own = {} if updater is None else {"updater.json": updater.state_dict()}
         for name, content in {**files, **own}.items():
@@ -78,11 +86,16 @@ def load(folder: Path, model: torch.nn.Module, updater: Updater) -> dict[str, An
         raise ConfigError(f"run.resume: {folder} is no checkpoint; give a folder checkpoints/step-NNNNNN, or auto")
     if not (folder / "updater.json").exists():
         raise ConfigError(f"run.resume: {folder} was saved with checkpoint.save_only_model=true and cannot be resumed")
+    _check_adapter(folder, model)
     state = _state(model, updater)
     with _alone_is_intended():
         dcp.load(state, checkpoint_id=folder / "shards", no_dist=not dist.is_initialized())
     dcp_state.set_state_dict(
-        model, updater.optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"]
+        model,
+        updater.optimizer,
+        model_state_dict=state["model"],
+        optim_state_dict=state["optimizer"],
+        options=dcp_state.StateDictOptions(strict=False),  # frozen weights are those of model.path
     )
     files = {path.name: json.loads(path.read_text()) for path in folder.glob("*.json")}
     updater.load_state_dict(files.pop("updater.json"))
@@ -90,6 +103,23 @@ def load(folder: Path, model: torch.nn.Module, updater: Updater) -> dict[str, An
     if rng.exists():
         _set_rng_state(torch.load(rng, weights_only=False))
     return files
+
+
+def _check_adapter(folder: Path, model: torch.nn.Module) -> None:
+    """Raises ConfigError where the checkpoint and `model.lora` differ in what is trained."""
+    path = folder / ADAPTER / CONFIG_FILE
+    if path.exists() != has_adapter(model):
+        saved, now = ("an adapter", "true") if path.exists() else ("no adapter", "false")
+        raise ConfigError(f"run.resume: {folder} holds {saved}; set model.lora.enabled={now}")
+    if not path.exists():
+        return
+    saved, now = json.loads(path.read_text()), adapter_config(model)
+    for key, name in _SHAPE_OF_ADAPTER.items():
+        if saved.get(key) != now.get(key):
+            raise ConfigError(
+                f"run.resume: the adapter of {folder} has model.lora.{name}={saved.get(key)}, not {now.get(key)}; set the "
+                "same"
+            )
 
 
 def complete(checkpoints: Path) -> list[Path]:
@@ -112,12 +142,16 @@ def prune(checkpoints: Path, limit: int | None) -> None:
 
 
 def export(model: torch.nn.Module, tokenizer: Any, path: Path, dtype: torch.dtype | None) -> None:
-    """A folder that `from_pretrained` loads, in `dtype` (None = as is); collective, rank 0 writes (RES-14)."""
+    """A folder that `from_pretrained` loads, in `dtype` (None = as is); collective, rank 0 writes (RES-14).
+
+    A LoRA adapter is merged there, and stands alone in PEFT's format in the folder `adapter` beside it (LORA-18).
+    """
     state: dict[str, torch.Tensor] = {}
-    for name, parameter in (*parameters_by_name(model), *_persistent_buffers(model)):
-        full = gathered(parameter)
+    for name, full in _all_tensors(model):
         if _rank() == 0:
             state[name] = full.to("cpu", dtype if full.is_floating_point() else None, copy=True)
+    if has_adapter(model):
+        _write_adapter(model, path.with_name(ADAPTER))
     if _rank() == 0:
         beside = path.with_name(f".{path.name}")
         shutil.rmtree(beside, ignore_errors=True)
@@ -127,6 +161,28 @@ def export(model: torch.nn.Module, tokenizer: Any, path: Path, dtype: torch.dtyp
             shutil.rmtree(path)
         beside.rename(path)
     _barrier()
+
+
+def _all_tensors(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    yield from plain_tensors(model)
+    for name, buffer in _persistent_buffers(model):
+        yield name, gathered(buffer)
+
+
+def _write_adapter(model: torch.nn.Module, path: Path) -> None:
+    """An adapter folder in place of one that may be there; collective, rank 0 writes."""
+    tensors = {}
+    for name, full in adapter_tensors(model):
+        if _rank() == 0:
+            tensors[name] = full.to("cpu")
+    if _rank() != 0:
+        return
+    beside = path.with_name(f".{path.name}")
+    shutil.rmtree(beside, ignore_errors=True)
+    beside.mkdir(parents=True)
+    write_adapter(beside, adapter_config(model), tensors)
+    shutil.rmtree(path, ignore_errors=True)
+    beside.rename(path)
 
 
 def export_dtype(section: Any) -> torch.dtype | None:
@@ -155,9 +211,11 @@ def _persistent_buffers(model: torch.nn.Module) -> list[tuple[str, torch.Tensor]
 
 
 def _state(model: torch.nn.Module, updater: Updater | None) -> dict[str, Any]:
+    """Trained weights only: frozen ones are those of `model.path`, whose size a checkpoint of an adapter need not have."""
+    options = dcp_state.StateDictOptions(ignore_frozen_params=True)
     if updater is None:
-        return {"model": dcp_state.get_model_state_dict(model)}
-    weights, optimizer = dcp_state.get_state_dict(model, updater.optimizer)
+        return {"model": dcp_state.get_model_state_dict(model, options=options)}
+    weights, optimizer = dcp_state.get_state_dict(model, updater.optimizer, options=options)
     return {"model": weights, "optimizer": optimizer}
 
 

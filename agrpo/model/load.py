@@ -10,7 +10,9 @@ import transformers
 
 from agrpo.errors import ConfigError
 from agrpo.model import attention
+from agrpo.model.adapter import add_adapter
 from agrpo.model.terms import bind
+from agrpo.model.weights import text_parameters
 
 LAYER_TYPES = ("full_attention", "sliding_attention")
 OLDEST_TRANSFORMERS = (5, 2, 0)
@@ -43,15 +45,18 @@ def load_model(section: Any, device: torch.device | str) -> torch.nn.Module:
 
 
 def prepare(model: torch.nn.Module, section: Any) -> torch.nn.Module:
-    """Training mode without dropout, frozen outside the text model, activations recomputed (MODEL-6, MODEL-7)."""
+    """Training mode without dropout, frozen outside the text model or the adapter, activations recomputed (MODEL-6, 7)."""
     model.train()
     for module in model.modules():
         if isinstance(module, torch.nn.Dropout):
             module.p = 0.0  # the sampler has none: with it the two policies would differ
-    _freeze_outside_text(model)
+    inside = text_parameters(model)
+    for parameter in model.parameters():
+        parameter.requires_grad_(id(parameter) in inside)
+    if section.lora.enabled:
+        add_adapter(model, section)
     if section.gradient_checkpointing:
-        enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
-        enable({"use_reentrant": False, **(section.gradient_checkpointing_kwargs or {})})
+        _checkpoint_activations(model, section)
     bind(model, None)
     trainable, frozen = count_parameters(model)
     _log.info("%s: %d trainable and %d frozen parameters", type(model).__name__, trainable, frozen)
@@ -136,10 +141,13 @@ def _loader(config: Any) -> Any:
     return transformers.AutoModelForCausalLM
 
 
-def _freeze_outside_text(model: torch.nn.Module) -> None:
-    inside = {id(p) for module in (model.get_decoder(), model.get_output_embeddings()) for p in module.parameters()}
-    for parameter in model.parameters():
-        parameter.requires_grad_(id(parameter) in inside)
+def _checkpoint_activations(model: torch.nn.Module, section: Any) -> None:
+    arguments = {"use_reentrant": False, **(section.gradient_checkpointing_kwargs or {})}
+    enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
+    enable(arguments)
+    if section.lora.enabled and arguments["use_reentrant"]:
+        # Reentrant checkpointing passes gradients only through inputs that need one; the embeddings are frozen.
+        model.enable_input_require_grads()
 
 
 def _source(section: Any) -> dict[str, Any]:

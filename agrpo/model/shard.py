@@ -1,4 +1,4 @@
-"""Sharding over trainer ranks by FSDP2, and the full tensors behind it.
+"""Sharding over trainer ranks by FSDP2.
 
 Gradients are summed over ranks, never averaged: a rank's loss is already divided by the step's tokens over all ranks.
 """
@@ -6,7 +6,6 @@ Gradients are summed over ranks, never averaged: a rank's loss is already divide
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -19,7 +18,6 @@ from torch.distributed.fsdp import (
     fully_shard,
     register_fsdp_forward_method,
 )
-from torch.distributed.tensor import DTensor
 
 from agrpo.errors import ConfigError
 from agrpo.model.terms import METHOD, bind
@@ -43,8 +41,8 @@ def open_mesh(section: Any, device: torch.device | str) -> DeviceMesh | None:
 def shard(model: torch.nn.Module, section: Any, mesh: DeviceMesh | None) -> None:
     """Shard the model in place over `mesh`, a unit per decoder layer and one for the rest; None sets the dtype only.
 
-    Under mixed precision the sharded master weights are float32 whatever was loaded (MODEL-3); unsharded weights are
-    never up-cast (MODEL-4). Raises ConfigError for unknown options and a precision that the device lacks (COMPAT-36).
+    Under mixed precision the sharded master weights are float32 whatever was loaded, frozen ones stay as they are
+    (MODEL-3); unsharded weights are never up-cast (MODEL-4). Raises ConfigError for unknown options and a precision that the device lacks (COMPAT-36).
     """
     compute = COMPUTE_DTYPES[section.precision]
     device = next(model.parameters()).device
@@ -56,7 +54,9 @@ def shard(model: torch.nn.Module, section: Any, mesh: DeviceMesh | None) -> None
         bind(model, _autocast(model, compute))
         return
     if compute is not None:
-        model.float()
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                parameter.data = parameter.data.float()
     bind(model, None)
     arguments = _arguments(section.fsdp.options, compute, mesh)
     for module in (*_layers(model, section.fsdp.options), model):
@@ -68,14 +68,14 @@ def shard(model: torch.nn.Module, section: Any, mesh: DeviceMesh | None) -> None
 
 
 def _autocast(model: torch.nn.Module, compute: torch.dtype | None) -> torch.dtype | None:
-    weights = next(model.parameters()).dtype
     if compute is None:
         return None
-    if weights is not torch.float32:
+    trained = {p.dtype for p in model.parameters() if p.requires_grad}
+    if trained != {torch.float32}:
         _log.warning(
-            "without FSDP2 weights and optimizer state stay in %s; small updates are lost to rounding", weights
+            "without FSDP2 weights and optimizer state stay in %s; small updates are lost to rounding", *trained
         )
-    return None if weights is compute else compute
+    return None if {p.dtype for p in model.parameters()} == {compute} else compute
 
 
 def _arguments(options: dict[str, Any], compute: torch.dtype | None, mesh: DeviceMesh) -> dict[str, Any]:
@@ -101,44 +101,3 @@ def _layers(model: torch.nn.Module, options: dict[str, Any]) -> list[torch.nn.Mo
             f"model.fsdp.options.layer_classes: {type(model).__name__} has no module of {', '.join(names)}"
         )
     return found[::-1]
-
-
-def parameters_by_name(model: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Parameter]]:
-    """Parameters under the names of the loaded module tree, without wrapper prefixes, tied weights once."""
-    for name, parameter in model.named_parameters():
-        yield name.replace("_orig_mod.", ""), parameter
-
-
-def checkpoint_names(model: torch.nn.Module) -> list[str]:
-    """Names in the model's checkpoint format of everything `full_tensors` yields, in its order (SYNC-6, SYNC-7)."""
-    names: list[str] = []
-    for name, parameter in parameters_by_name(model):
-        if parameter.requires_grad:
-            names += in_checkpoint_format(
-                model, name, torch.empty(parameter.shape, dtype=parameter.dtype, device="meta")
-            )
-    return names
-
-
-def full_tensors(model: torch.nn.Module, trainable: bool = True) -> Iterator[tuple[str, torch.Tensor]]:
-    """(checkpoint name, full tensor) one after another, each gathered completely; collective on all ranks (SYNC-9).
-
-    Only trainable parameters, or every one. Without sharding the tensor is the weight itself: do not write to it.
-    """
-    for name, parameter in parameters_by_name(model):
-        if trainable and not parameter.requires_grad:
-            continue
-        yield from in_checkpoint_format(model, name, gathered(parameter)).items()
-
-
-def gathered(tensor: torch.Tensor) -> torch.Tensor:
-    """The full tensor of a shard on every rank; collective for a sharded one."""
-    tensor = tensor.detach()
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-
-
-def in_checkpoint_format(model: torch.nn.Module, name: str, tensor: torch.Tensor) -> dict[str, torch.Tensor]:
-    """One parameter as its checkpoint stores it: transformers renames and fuses some on loading."""
-    from transformers.core_model_loading import revert_weight_conversion
-
-    return revert_weight_conversion(model, {name: tensor})

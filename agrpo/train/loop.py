@@ -12,7 +12,7 @@ import torch
 from agrpo.errors import AgrpoError
 from agrpo.metrics.window import Window
 from agrpo.model.optim import Updater
-from agrpo.model.shard import full_tensors
+from agrpo.model.weights import full_tensors
 from agrpo.model.terms import DeviceRow, token_terms
 from agrpo.train.figures import LossFigures
 from agrpo.train.proof import prove

@@ -15,8 +15,9 @@ from agrpo.loss.score_centering import ScoreCentering
 from agrpo.model import checkpoint
 from agrpo.model.load import load_model
 from agrpo.model.optim import Updater
-from agrpo.model.shard import checkpoint_names, full_tensors, gathered, open_mesh, parameters_by_name, shard
+from agrpo.model.shard import open_mesh, shard
 from agrpo.model.terms import DeviceRow, token_terms
+from agrpo.model.weights import checkpoint_names, full_tensors, gathered, parameters_by_name
 from agrpo.sections import Fsdp, Model, Optimizer
 
 

@@ -16,8 +16,9 @@ from agrpo.errors import ConfigError
 from agrpo.loss.score_centering import ScoreCentering
 from agrpo.model import checkpoint, load
 from agrpo.model.optim import Updater, open_optimizer, parse_options
-from agrpo.model.shard import checkpoint_names, full_tensors, shard
+from agrpo.model.shard import shard
 from agrpo.model.terms import DeviceRow, token_terms
+from agrpo.model.weights import checkpoint_names, full_tensors
 from agrpo.sections import Fsdp, Model, Optimizer
 
 

@@ -15,8 +15,9 @@ from agrpo.loss.score_centering import ScoreCentering
 from agrpo.model import checkpoint
 from agrpo.model.load import load_model
 from agrpo.model.optim import Updater
-from agrpo.model.shard import full_tensors, shard
+from agrpo.model.shard import shard
 from agrpo.model.terms import DeviceRow, token_terms
+from agrpo.model.weights import full_tensors
 from agrpo.sections import Model, Optimizer
 
 HERE = Path(__file__).parent
