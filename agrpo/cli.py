@@ -77,6 +77,34 @@ def train(
     _leave_with(lambda: runner.run(request, start_job))
 
 
+SERVE_HELP = """Start the server of a configuration alone, in the foreground. OVERRIDES are those of agrpo train.
+
+\b
+Examples:
+  agrpo serve +recipe=deepmath server=vllm              the server that agrpo train would start, at port 8000
+  agrpo serve +recipe=deepmath server=vllm --print      its command as one line, to run elsewhere
+  agrpo serve +recipe=deepmath server=external server.base_url=http://node7:8000 --print
+"""
+
+
+@app.command(help=SERVE_HELP)
+def serve(
+    overrides: Annotated[list[str] | None, typer.Argument(metavar="OVERRIDES", show_default=False)] = None,
+    print_only: Annotated[bool, typer.Option("--print", help="Print the command as one line; start nothing.")] = False,
+    config_dir: Annotated[str | None, typer.Option(help="Folder with more YAML, as for train.")] = None,
+) -> None:
+    from agrpo.config import runner
+    from agrpo.launch import serve as serving
+
+    request, found = runner.Request(list(overrides or []), config_dir=config_dir), []
+    call = serving.lines if print_only else serving.foreground
+    _leave_with(lambda: runner.run(request, lambda job: found.append(call(job))))
+    if print_only:
+        print("\n".join(found[0]))
+    else:
+        found[0]()
+
+
 def start_job(job: Job) -> float | None:
     """Check one composed job, then plan or run it; the objective's value goes back to a sweeper (CLI-9)."""
     from agrpo import launch

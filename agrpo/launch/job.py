@@ -56,13 +56,13 @@ def _preview(job: Job) -> None:
         try:
             config, warnings = check(job.tree, job.devices)
         except ConfigError as error:
-            if _same_faults(job, error.problems):
+            if same_faults(job, error.problems):
                 raise
             raise NeedsAssumedDevices from error
     print(preview(resolved(config), warnings))
 
 
-def _same_faults(job: Job, problems: list[str]) -> bool:
+def same_faults(job: Job, problems: list[str]) -> bool:
     """Whether a machine with GPUs would have every one of these faults too."""
     try:
         check(job.tree, ASSUMED)

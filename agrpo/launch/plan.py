@@ -62,10 +62,11 @@ def server_launch(config: Config, run_dir: Path, ports: Ports) -> Launch | None:
     if not is_managed(config):
         return None
     devices = _devices_of(config, "server")
+    planned = config.server.planned(run_dir, config, ports.server, len(devices))
     return Launch(
         name="server",
-        argv=config.server.command(run_dir, config, ports.server, len(devices)),
-        environment={**_visible(config, devices), **config.server.environment(config)},
+        argv=planned.argv,
+        environment={**_visible(config, devices), **planned.environment},
         devices=_words(config, devices),
     )
 

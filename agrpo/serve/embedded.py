@@ -24,6 +24,7 @@ from urllib.parse import urlsplit
 from agrpo.errors import ServerError
 from agrpo.lifecycle import Life, Runtime, run_process
 from agrpo.schema import setting
+from agrpo.serve.flags import ServerCommand
 
 if TYPE_CHECKING:
     from agrpo.serve.service import Service
@@ -36,7 +37,7 @@ _SWITCH_INTERVAL_S = 2e-4
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Embedded:
-    """Settings of the embedded server; the supervisor starts it with `command` and `environment`."""
+    """Settings of the embedded server; the supervisor starts it as `planned`."""
 
     host: str = setting("127.0.0.1", "address to listen on; 0.0.0.0 = other machines too; the port is chosen at start")
     timeout: float = setting(
@@ -56,13 +57,11 @@ class Embedded:
     device: str | None = setting(None, "torch device; null = a GPU if there is one")
     threads: int = setting(1, "CPU threads of the engine; 1 leaves a core of a laptop to the trainer", ge=1)
 
-    def command(self, run_dir: Path, config: Any = None, port: int = 0, num_gpus: int = 0) -> list[str]:
-        return [sys.executable, "-m", "agrpo.serve.embedded", str(run_dir)]
-
-    def environment(self, config: Any) -> dict[str, str]:
-        """Thread counts must be known before torch is imported."""
+    def planned(self, run_dir: Path, config: Any = None, port: int = 0, num_gpus: int = 0) -> ServerCommand:
+        """Its process; thread counts must be known before torch is imported."""
         count = str(self.threads)
-        return {"OMP_NUM_THREADS": count, "MKL_NUM_THREADS": count, "TOKENIZERS_PARALLELISM": "false"}
+        environment = {"OMP_NUM_THREADS": count, "MKL_NUM_THREADS": count, "TOKENIZERS_PARALLELISM": "false"}
+        return ServerCommand([sys.executable, "-m", "agrpo.serve.embedded", str(run_dir)], [], environment)
 
     def problems(self, config: Any) -> list[str]:
         lines = []

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import sys
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
 from agrpo.schema import setting
+from agrpo.serve.flags import ServerCommand, server_command
+from agrpo.serve.vllm import Vllm, is_installed
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,3 +35,19 @@ class External:
             shown = wrong[0] if wrong else repr(self.base_url)
             return [f"server.base_url must be an address such as http://localhost:8000, got {shown}"]
         return []
+
+    def standalone(self, run_dir: Path, config: Any, num_gpus: int) -> list[ServerCommand]:
+        """What to start at each address: the server that server=vllm would start for this configuration."""
+        settings = Vllm(timeout=self.timeout, parity_limit=self.parity_limit)
+        if self.model_name not in (None, config.model.path):
+            settings = replace(settings, arguments=["--served-model-name", self.model_name])
+        # Where vllm is not installed here, the line is for another environment, whose Python has no known path.
+        python = sys.executable if is_installed() else "python"
+        commands = []
+        for url in self.urls:
+            parts = urlsplit(url)
+            is_local = parts.hostname in ("localhost", "127.0.0.1", "::1")
+            port, host = parts.port or (443 if parts.scheme == "https" else 80), "127.0.0.1" if is_local else "0.0.0.0"
+            command = server_command(settings, config, run_dir, port, num_gpus, python, host)
+            commands.append(replace(command, url=url))
+        return commands

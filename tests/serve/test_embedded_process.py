@@ -31,8 +31,8 @@ def test_a_run_starts_and_ends_it(folders, tmp_path):
     (port,) = free_ports(1)
     url = f"http://127.0.0.1:{port}"
     Runtime((url,), "127.0.0.1", 1, "00", "test").save(tmp_path)
-    argv = config.server.command(tmp_path, config, port, 0)
-    environment = {**os.environ, **config.server.environment(config), "PYTHONPATH": str(ROOT)}
+    planned = config.server.planned(tmp_path, config, port, 0)
+    argv, environment = planned.argv, {**os.environ, **planned.environment, "PYTHONPATH": str(ROOT)}
     process = subprocess.Popen(argv, env=environment, stderr=subprocess.DEVNULL)
 
     def is_serving():
