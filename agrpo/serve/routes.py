@@ -246,17 +246,19 @@ class Handlers:
         return _json({"message": "Weight update finished"})
 
     async def update_version(self, http: web.Request) -> web.Response:
-        version = (await _body(http)).get("weight_version")
+        version = (await _body(http)).get("new_version")
         if version is None:
-            raise RefusedRequest(400, "weight_version is required")
+            raise RefusedRequest(400, "new_version is required")
         await self._do(lambda: self.engine.set_version(str(version)))
-        return _json({"weight_version": str(version)})
+        return _json({"success": True, "new_version": str(version)})
 
     async def collective_rpc(self, http: web.Request) -> web.Response:
         body = await _body(http)
         if body.get("method") != "reload_weights":
             raise RefusedRequest(400, f"method {body.get('method')!r} is not supported; only reload_weights")
-        path = _needed(body.get("kwargs") or {}, "weights_path", str)
+        path = (body.get("kwargs") or {}).get("weights_path", self.service.root)  # as vLLM: else what it started with
+        if not isinstance(path, str):
+            raise RefusedRequest(400, f"weights_path must be a string, got {path!r}")
         return _json({"results": [await self._do(lambda: self.engine.reload_weights(path))]})
 
     # --- adapters

@@ -1,11 +1,11 @@
 """Tensors broadcast from trainer rank 0 to the receivers inside the servers, over a process group of their own.
 
-One chunk is one HTTP call: `/update_weights` carries names, dtypes and shapes of exactly the tensors that follow
+One bucket is one HTTP call: `/update_weights` carries names, dtypes and shapes of exactly the tensors that follow
 (SYNC-6), and the receiver says through the store that it listens before a byte is sent. So a server that fails to
-receive is an error at once, and never a broadcast that waits for nobody. Chunk layout on both sides: tensors one after
-the other, each at a multiple of 16 bytes, broadcast in pieces of at most `bucket_bytes`.
+receive is an error at once, and never a broadcast that waits for nobody. Layout on both sides: tensors one after the
+other, each at a multiple of 16 bytes, broadcast in pieces of at most `piece_bytes`.
 
-Imports only what a server's own environment has: standard library and torch.
+Imports only what a server's own environment has, the standard library and torch: vLLM's plug-in loads this file by path.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ import torch
 import torch.distributed as dist
 
 if TYPE_CHECKING:
+    from agrpo.sync.bucket import Bucket, Packer
     from agrpo.sync.control import ServerControl
 
 ALIGNMENT = 16  # bytes; every dtype can be viewed at such an offset
@@ -33,104 +34,133 @@ AFTER_ANSWER_S = 5.0
 MakeGroup = Callable[[dist.Store, int, int, timedelta, str], Any]
 
 
-def layout(dtype_names: Sequence[str], shapes: Sequence[Sequence[int]]) -> tuple[list[int], int]:
-    """Byte offset of each tensor in the chunk, and the chunk's size: float32 [3], float32 [2] -> [0, 16], 24."""
+def layout(
+    dtype_names: Sequence[str], shapes: Sequence[Sequence[int]], alignment: int = ALIGNMENT
+) -> tuple[list[int], int]:
+    """Byte offset of each tensor in the bucket, and the bucket's size: float32 [3], float32 [2] -> [0, 16], 24."""
     offsets, end = [], 0
     for dtype_name, shape in zip(dtype_names, shapes, strict=True):
-        start = -(-end // ALIGNMENT) * ALIGNMENT
+        start = -(-end // alignment) * alignment
         offsets.append(start)
         end = start + math.prod(shape) * getattr(torch, dtype_name).itemsize
     return offsets, end
 
 
+def views(flat: torch.Tensor, update_info: dict, offsets: Sequence[int]) -> Iterator[tuple[str, torch.Tensor]]:
+    """The tensors of a received bucket by name, as views of its bytes."""
+    rows = zip(update_info["names"], update_info["dtype_names"], update_info["shapes"], offsets, strict=True)
+    for name, dtype_name, shape, offset in rows:
+        dtype = getattr(torch, dtype_name)
+        num_bytes = math.prod(shape) * dtype.itemsize
+        yield name, flat[offset : offset + num_bytes].view(dtype).view(shape)
+
+
 class CollectiveTransport:
     """Transport over a process group: rank 0 is this process, the servers' workers are 1 to n."""
 
-    def __init__(self, server: ServerControl, make_group: MakeGroup, device: torch.device | str, bucket_bytes: int):
-        self.server, self.make_group, self.device, self.bucket_bytes = server, make_group, device, bucket_bytes
-        self.has_sent = False
+    def __init__(self, server: ServerControl, packer: Packer, piece_bytes: int, make_group: MakeGroup):
+        self.server, self.packer, self.piece_bytes, self.make_group = server, packer, piece_bytes, make_group
+        self.has_sent = self.found_paused = False
         self._group: Any = None
         self._store: Any = None
-        self._num_chunks = 0
+        self._dtype_name: str | None = None
+        self._num_buckets = 0
+        self._loading: list[Future] = []  # update calls whose bytes are there and whose answer is not
 
     def connect(self) -> None:
         """Open the group with all receivers; each joins inside its server's init call."""
         if self._group is not None:
             return
-        timeout = timedelta(seconds=self.server.timeout_s)
-        sizes = self.server.world_sizes()
-        world_size = 1 + sum(sizes)
-        address = _own_address(self.server.urls)
-        self._store, port = _host_store(address, timeout)
-        bodies, offset = [], 1
+        self._dtype_name = self.server.dtype_name()
+        sizes, offsets, offset = self.server.world_sizes(), [], 1
         for size in sizes:
-            info = {"master_address": address, "master_port": port, "rank_offset": offset, "world_size": world_size}
-            bodies.append({"init_info": {**info, "timeout_s": self.server.timeout_s}})
+            offsets.append(offset)
             offset += size
+        self._group = self._join(offsets, offset)
+        self._num_buckets = 0
+
+    def _join(self, offsets: list[int], world_size: int) -> Any:
+        """The group, with the workers of server i at ranks from `offsets[i]` on."""
+        timeout = timedelta(seconds=self.server.timeout_s)
+        address = own_address(self.server.urls)
+        self._store, port = _host_store(address, timeout)
+        shared = {"master_address": address, "master_port": port, "world_size": world_size}
+        shared["timeout_s"] = self.server.timeout_s
+        bodies = [{"init_info": {**shared, "rank_offset": offset}} for offset in offsets]
         calls = self.server.begin("/init_weight_transfer_engine", bodies)
         joined = [f"join/{rank}" for rank in range(1, world_size)]
-        self._wait(lambda: self._store.check(joined), calls, "receivers to join the transfer group")
-        self._group = self.make_group(self._store, 0, world_size, timeout, address)
-        self._finish_calls(calls)
-        self._num_chunks = 0
+        wait(lambda: self._store.check(joined), calls, "receivers to join the transfer group", self.server.timeout_s)
+        group = self.make_group(self._store, 0, world_size, timeout, address)
+        finish(calls, self.server.timeout_s)
+        return group
 
     def start(self, version: int) -> None:
         self.server.start_update()
+        self.packer.start(self._dtype_name)
 
-    def send(self, bucket: list[tuple[str, torch.Tensor]]) -> None:
-        """Announce one chunk and broadcast it."""
-        names = [name for name, _ in bucket]
-        dtype_names = [str(tensor.dtype).removeprefix("torch.") for _, tensor in bucket]
-        shapes = [list(tensor.shape) for _, tensor in bucket]
-        offsets, size = layout(dtype_names, shapes)
-        flat = torch.empty(size, dtype=torch.uint8, device=self.device)
-        for (_, tensor), offset in zip(bucket, offsets, strict=True):
-            num_bytes = tensor.numel() * tensor.element_size()
-            flat[offset : offset + num_bytes].copy_(tensor.contiguous().reshape(-1).view(torch.uint8))
-        info = {"names": names, "dtype_names": dtype_names, "shapes": shapes, "bucket_bytes": self.bucket_bytes}
-        calls = self.server.begin("/update_weights", [{"update_info": info}] * len(self.server.urls))
-        ready = [f"ready/{self._num_chunks}/{rank}" for rank in range(1, self._group.size())]
-        self._wait(lambda: self._store.check(ready), calls, "receivers to listen for weights")
-        for key in ready:
-            self._store.delete_key(key)
-        self._num_chunks += 1
-        self.has_sent = True
-        for piece in flat.split(self.bucket_bytes):
-            work = self._group.broadcast(piece, 0)
-            self._wait(work.is_completed, calls, "a broadcast of weights")
-            work.wait()
-        self._finish_calls(calls)
+    def send(self, name: str, tensor: torch.Tensor) -> None:
+        for bucket in self.packer.add(name, tensor):
+            self._broadcast(bucket)
 
     def end(self) -> None:
-        """Nothing to do: the last update call has returned."""
+        """Send what is left and wait until all of it is loaded."""
+        for bucket in self.packer.flush():
+            self._broadcast(bucket)
+        self._await_loading()
+        self.packer.close()
 
     def finish(self, version: int) -> None:
         self.server.finish_update(version)
 
     def close(self) -> None:
         self._group = self._store = None
+        self._loading = []
+        self.packer.close()
 
-    def _wait(self, is_done: Callable[[], bool], calls: list[Future], awaited: str) -> None:
-        """Wait for the other side and watch the HTTP calls that make it act; the first failure is the error."""
-        deadline = time.monotonic() + self.server.timeout_s
-        sleep_s, answered = 0.0001, False
-        while not is_done():
-            for call in calls:
-                if call.done():
-                    call.result()
-            if not answered and all(call.done() for call in calls):
-                # The far side is through: this side needs a moment at most to notice.
-                answered, deadline = True, min(deadline, time.monotonic() + AFTER_ANSWER_S)
-            if time.monotonic() > deadline:
-                if answered:
-                    raise RuntimeError(f"the server answered without taking part while waiting for {awaited}")
-                raise TimeoutError(f"waited {self.server.timeout_s:g} s for {awaited}; raise server.timeout")
-            time.sleep(sleep_s)
-            sleep_s = min(2 * sleep_s, LONGEST_SLEEP_S)
+    def _broadcast(self, bucket: Bucket) -> None:
+        """Announce one bucket and broadcast it. The servers load it while the next one is gathered."""
+        self._await_loading()
+        info = {**bucket.manifest(), "piece_bytes": self.piece_bytes}
+        calls = self.server.begin("/update_weights", [{"update_info": info}] * len(self.server.urls))
+        ready = [f"ready/{self._num_buckets}/{rank}" for rank in range(1, self._group.size())]
+        wait(lambda: self._store.check(ready), calls, "receivers to listen for weights", self.server.timeout_s)
+        for key in ready:
+            self._store.delete_key(key)
+        self._num_buckets += 1
+        self.has_sent = True
+        for piece in bucket.flat.split(self.piece_bytes):
+            work = self._group.broadcast(piece, 0)
+            wait(work.is_completed, calls, "a broadcast of weights", self.server.timeout_s)
+            work.wait()
+        self._loading = calls
 
-    def _finish_calls(self, calls: list[Future]) -> None:
+    def _await_loading(self) -> None:
+        calls, self._loading = self._loading, []
+        finish(calls, self.server.timeout_s)
+
+
+def wait(is_done: Callable[[], bool], calls: list[Future], awaited: str, timeout_s: float) -> None:
+    """Wait for the other side and watch the HTTP calls that make it act; the first failure is the error."""
+    deadline = time.monotonic() + timeout_s
+    sleep_s, answered = 0.0001, False
+    while not is_done():
         for call in calls:
-            call.result(timeout=self.server.timeout_s)
+            if call.done():
+                call.result()
+        if not answered and all(call.done() for call in calls):
+            # The far side is through: this side needs a moment at most to notice.
+            answered, deadline = True, min(deadline, time.monotonic() + AFTER_ANSWER_S)
+        if time.monotonic() > deadline:
+            if answered:
+                raise RuntimeError(f"the server answered without taking part while waiting for {awaited}")
+            raise TimeoutError(f"waited {timeout_s:g} s for {awaited}; raise server.timeout")
+        time.sleep(sleep_s)
+        sleep_s = min(2 * sleep_s, LONGEST_SLEEP_S)
+
+
+def finish(calls: list[Future], timeout_s: float) -> None:
+    for call in calls:
+        call.result(timeout=timeout_s)
 
 
 class CollectiveReceiver:
@@ -143,32 +173,37 @@ class CollectiveReceiver:
         self._store = dist.TCPStore(address, port, is_master=False, timeout=timeout, wait_for_workers=False)
         self._store.set(f"join/{self.rank}", "1")
         self._group = make_group(self._store, self.rank, int(init_info["world_size"]), timeout, address)
-        self._num_chunks = 0
+        self._num_buckets = 0
 
     def receive(self, update_info: dict) -> Iterator[tuple[str, torch.Tensor]]:
         """The tensors of one update call, in the sender's order; views of one buffer that lives as long as they do.
 
-        Nothing is yielded before the whole chunk is here, so a broken transfer changes no weight of this chunk.
+        Nothing is yielded before the whole bucket is here, so a broken transfer changes no weight of this bucket.
         """
         offsets, size = layout(update_info["dtype_names"], update_info["shapes"])
         flat = torch.empty(size, dtype=torch.uint8, device=self.device)
-        self._store.set(f"ready/{self._num_chunks}/{self.rank}", "1")
-        self._num_chunks += 1
+        self._store.set(f"ready/{self._num_buckets}/{self.rank}", "1")
+        self._num_buckets += 1
         try:
-            for piece in flat.split(int(update_info["bucket_bytes"])):
+            for piece in flat.split(int(update_info["piece_bytes"])):
                 self._group.broadcast(piece, 0).wait()
         except BaseException:
             self.close()
             raise
-        rows = zip(update_info["names"], update_info["dtype_names"], update_info["shapes"], offsets, strict=True)
-        for name, dtype_name, shape, offset in rows:
-            dtype = getattr(torch, dtype_name)
-            num_bytes = math.prod(shape) * dtype.itemsize
-            yield name, flat[offset : offset + num_bytes].view(dtype).view(shape)
+        yield from views(flat, update_info, offsets)
 
     def close(self) -> None:
         """Leave the group; a sender that still broadcasts sees the connection close."""
         self._group = self._store = None
+
+
+def gloo_group(store: Any, rank: int, world_size: int, timeout: timedelta, address: str) -> Any:
+    """A gloo group of its own, beside the trainer's; on loopback it listens on loopback only."""
+    options = dist.ProcessGroupGloo._Options()
+    options._timeout = timeout
+    device = {"hostname": address} if address.startswith("127.") else {}
+    options._devices = [dist.ProcessGroupGloo.create_device(**device)]
+    return dist.ProcessGroupGloo(dist.PrefixStore("weights", store), rank, world_size, options)
 
 
 def _host_store(address: str, timeout: timedelta) -> tuple[dist.Store, int]:
@@ -181,7 +216,7 @@ def _host_store(address: str, timeout: timedelta) -> tuple[dist.Store, int]:
     return store, port
 
 
-def _own_address(urls: Sequence[str]) -> str:
+def own_address(urls: Sequence[str]) -> str:
     """The address of this host that the servers reach; loopback only if all of them are on loopback."""
     addresses = []
     for url in urls:

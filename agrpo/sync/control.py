@@ -87,10 +87,23 @@ class ServerControl:
         self.post("/pause?" + urlencode({"mode": "keep", "clear_cache": "true" if clear_cache else "false"}))
 
     def resume(self) -> None:
-        self.post("/resume")
+        """Let the servers generate again; asked twice before it fails, since asking twice does no harm."""
+        try:
+            self.post("/resume")
+        except ServerError:
+            self.post("/resume")
 
     def start_update(self) -> None:
-        self.post("/start_weight_update", {})
+        """Begin an update; one that a sender left open when it died is broken off first."""
+        try:
+            self.post("/start_weight_update", {})
+        except ServerError as error:
+            if "already active" not in str(error):
+                raise
+            # vLLM ends an update only by finishing it, or by an update call that fails: this one cannot succeed.
+            for call in self.begin("/update_weights", [{"update_info": {}}] * len(self.urls)):
+                call.exception(timeout=self.timeout_s)
+            self.post("/start_weight_update", {})
 
     def finish_update(self, version: int) -> None:
         """Declare the received weights complete, with the label that answers will carry (SYNC-14)."""
@@ -99,12 +112,13 @@ class ServerControl:
     def set_version(self, version: int) -> None:
         """Label weights that came without an update call; a server that knows no labels is left without (SYNC-14)."""
         try:
-            self.post("/update_weight_version", {"weight_version": str(version)})
+            self.post("/update_weight_version", {"new_version": str(version)})
         except MissingEndpoint:
             return
 
-    def reload_weights(self, path: str) -> None:
-        self.post("/collective_rpc", {"method": "reload_weights", "kwargs": {"weights_path": path}})
+    def reload_weights(self, path: str | None) -> None:
+        """Load a folder; None = the model the server was started with."""
+        self.post("/collective_rpc", {"method": "reload_weights", "kwargs": {"weights_path": path} if path else {}})
 
     def world_sizes(self) -> list[int]:
         """Number of processes of each server that take part in a transfer."""

@@ -10,11 +10,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from agrpo.schema import setting
-from agrpo.sync.session import PLUGIN, Session, mode_problems
+from agrpo.sync.session import MIB, PLUGIN, Session, mode_problems
 
 if TYPE_CHECKING:
     import torch
 
+    from agrpo.sync.bucket import Bucket, Packer
     from agrpo.sync.control import ServerControl
 
 
@@ -40,22 +41,20 @@ class Disk:
 
     def open(self, server: ServerControl, run_dir: Path, device: Any, rank: int, world_size: int) -> Session:
         """The sender of this trainer rank; writes nothing before the first sync."""
-        return Session(
-            server,
-            FolderTransport(server, Path(run_dir)) if rank == 0 else None,
-            world_size=world_size,
-            cache=self.cache,
-            bucket_mb=self.bucket_mb,
-            verify_every=self.verify_every,
-        )
+        transport = None
+        if rank == 0:
+            from agrpo.sync.bucket import Packer
+
+            transport = FolderTransport(server, Packer(self.bucket_mb * MIB, "cpu"), Path(run_dir))
+        return Session(server, transport, world_size=world_size, cache=self.cache, verify_every=self.verify_every)
 
 
 class FolderTransport:
     """Transport through `<run_dir>/weights/v<version>/`, written beside and renamed when complete; older ones go."""
 
-    def __init__(self, server: ServerControl, run_dir: Path):
-        self.server, self.root = server, run_dir.absolute() / "weights"
-        self.has_sent = False
+    def __init__(self, server: ServerControl, packer: Packer, run_dir: Path):
+        self.server, self.packer, self.root = server, packer, run_dir.absolute() / "weights"
+        self.has_sent = self.found_paused = False
         self._version = 0
         self._files: list[dict[str, int]] = []  # per file: tensor name -> bytes
 
@@ -70,18 +69,25 @@ class FolderTransport:
         self._version, self._files = version, []
         shutil.rmtree(self._beside, ignore_errors=True)
         self._beside.mkdir(parents=True)
+        self.packer.start(self.server.dtype_name())
 
-    def send(self, bucket: list[tuple[str, torch.Tensor]]) -> None:
-        """Write one file."""
+    def send(self, name: str, tensor: torch.Tensor) -> None:
+        for bucket in self.packer.add(name, tensor):
+            self._write(bucket)
+
+    def _write(self, bucket: Bucket) -> None:
+        """One file per bucket."""
         from safetensors.torch import save_file
 
-        # Tied tensors share memory, which the file format refuses: each gets its own copy.
-        tensors = {name: tensor.to("cpu", copy=True).contiguous() for name, tensor in bucket}
+        tensors = dict(bucket.tensors())
         save_file(tensors, self._beside / _file_name(len(self._files), 0), metadata={"format": "pt"})
         self._files.append({name: tensor.numel() * tensor.element_size() for name, tensor in tensors.items()})
 
     def end(self) -> None:
         """Give the folder its name and have the servers load it."""
+        for bucket in self.packer.flush():
+            self._write(bucket)
+        self.packer.close()
         count = len(self._files)
         names = {i: _file_name(i, count) for i in range(count)}
         for i, name in names.items():
@@ -104,6 +110,7 @@ class FolderTransport:
                 shutil.rmtree(old, ignore_errors=True)
 
     def close(self) -> None:
+        self.packer.close()
         shutil.rmtree(self._beside, ignore_errors=True)
 
 

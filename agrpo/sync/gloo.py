@@ -11,8 +11,6 @@ from agrpo.schema import setting
 from agrpo.sync.session import MIB, PLUGIN, Session, mode_problems
 
 if TYPE_CHECKING:
-    from datetime import timedelta
-
     import torch
 
     from agrpo.sync.control import ServerControl
@@ -42,24 +40,19 @@ class Gloo:
         """The sender of this trainer rank; connects at the first sync."""
         transport = None
         if rank == 0:
-            from agrpo.sync.collective import CollectiveTransport
+            from agrpo.sync.bucket import Packer
+            from agrpo.sync.collective import CollectiveTransport, gloo_group
 
-            transport = CollectiveTransport(server, gloo_group, "cpu", self.bucket_mb * MIB)
-        return Session(
-            server,
-            transport,
-            world_size=world_size,
-            cache=self.cache,
-            bucket_mb=self.bucket_mb,
-            verify_every=self.verify_every,
-        )
+            size = self.bucket_mb * MIB
+            transport = CollectiveTransport(server, Packer(size, "cpu"), size, gloo_group)
+        return Session(server, transport, world_size=world_size, cache=self.cache, verify_every=self.verify_every)
 
 
 class GlooReceiver:
     """The receiving end inside a server: `receive` yields (name, tensor) in the sender's order, on `device`."""
 
     def __init__(self, init_info: dict, device: Any = "cpu", worker_rank: int = 0):
-        from agrpo.sync.collective import CollectiveReceiver
+        from agrpo.sync.collective import CollectiveReceiver, gloo_group
 
         self.device = device
         self._receiver = CollectiveReceiver(init_info, gloo_group, "cpu", worker_rank)
@@ -70,14 +63,3 @@ class GlooReceiver:
 
     def close(self) -> None:
         self._receiver.close()
-
-
-def gloo_group(store: Any, rank: int, world_size: int, timeout: timedelta, address: str) -> Any:
-    """A gloo group of its own, beside the trainer's; on loopback it listens on loopback only."""
-    import torch.distributed as dist
-
-    options = dist.ProcessGroupGloo._Options()
-    options._timeout = timeout
-    device = {"hostname": address} if address.startswith("127.") else {}
-    options._devices = [dist.ProcessGroupGloo.create_device(**device)]
-    return dist.ProcessGroupGloo(dist.PrefixStore("weights", store), rank, world_size, options)

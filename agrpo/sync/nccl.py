@@ -1,9 +1,10 @@
-"""Weights over an NCCL process group: GPU to GPU, without a copy through the host."""
+"""Weights by NCCL: GPU to GPU, without a copy through the host, in the protocol that vLLM speaks by itself."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -11,8 +12,6 @@ from agrpo.schema import setting
 from agrpo.sync.session import MIB, Session, mode_problems
 
 if TYPE_CHECKING:
-    from datetime import timedelta
-
     import torch
 
     from agrpo.sync.control import ServerControl
@@ -44,38 +43,26 @@ class Nccl:
         """The sender of this trainer rank; connects at the first sync."""
         transport = None
         if rank == 0:
-            from agrpo.sync.collective import CollectiveTransport
+            from agrpo.sync.bucket import Packer
+            from agrpo.sync.libnccl import Communicator, new_unique_id
+            from agrpo.sync.nccl_wire import PackedTransport
 
-            transport = CollectiveTransport(server, nccl_group, device, self.bucket_mb * MIB)
-        return Session(
-            server,
-            transport,
-            world_size=world_size,
-            cache=self.cache,
-            bucket_mb=self.bucket_mb,
-            verify_every=self.verify_every,
-        )
+            size, join = self.bucket_mb * MIB, partial(Communicator, device=device)
+            transport = PackedTransport(server, Packer(size, device, is_dense=True), size, new_unique_id, join)
+        return Session(server, transport, world_size=world_size, cache=self.cache, verify_every=self.verify_every)
 
 
 class NcclReceiver:
-    """The receiving end inside a server worker, on its GPU."""
+    """The receiving end inside the embedded server, on its GPU; it speaks as vLLM's own does."""
 
     def __init__(self, init_info: dict, device: Any, worker_rank: int = 0):
-        from agrpo.sync.collective import CollectiveReceiver
+        from agrpo.sync.libnccl import Communicator
+        from agrpo.sync.nccl_wire import PackedReceiver
 
-        self._receiver = CollectiveReceiver(init_info, nccl_group, device, worker_rank)
+        self._receiver = PackedReceiver(init_info, partial(Communicator, device=device), device, worker_rank)
 
     def receive(self, update_info: dict) -> Iterator[tuple[str, torch.Tensor]]:
         return self._receiver.receive(update_info)
 
     def close(self) -> None:
         self._receiver.close()
-
-
-def nccl_group(store: Any, rank: int, world_size: int, timeout: timedelta, address: str) -> Any:
-    """An NCCL group of its own, beside the trainer's."""
-    import torch.distributed as dist
-
-    options = dist.ProcessGroupNCCL.Options()
-    options._timeout = timeout
-    return dist.ProcessGroupNCCL(dist.PrefixStore("weights", store), rank, world_size, options)

@@ -1,7 +1,7 @@
 """The one order of every weight sync, and what a failure leaves behind (SYNC-3, SYNC-10 to SYNC-12).
 
     all ranks:  barrier ......... gather every tensor ............ agree
-    rank 0:     pause   start  ->  send bucket by bucket  ->  end    finish(version), resume    agree
+    rank 0:     pause   start  ->  send one after the other  ->  end    finish(version), resume    agree
 
 Rank 0 keeps gathering after its own failure, since gathering is collective; then all ranks raise the same text.
 `finish` never follows a failed transfer. A failure before the first byte resumes the server; after it the server stays
@@ -11,8 +11,9 @@ paused.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -46,12 +47,13 @@ class Transport(Protocol):
     """How tensors reach the servers; lives on rank 0 only. Methods raise on failure and keep the time limit."""
 
     has_sent: bool  # since `start`: the server's weights may have changed
+    found_paused: bool  # the server was paused before this sync: it may hold what a sender that died left there
 
-    def connect(self) -> None: ...  # before the pause; does nothing if connected
+    def connect(self) -> None: ...  # before our pause; does nothing if connected
 
     def start(self, version: int) -> None: ...
 
-    def send(self, bucket: list[Named]) -> None: ...
+    def send(self, name: str, tensor: torch.Tensor) -> None: ...  # a full tensor; may be kept back
 
     def end(self) -> None: ...  # the server now holds every tensor
 
@@ -70,14 +72,12 @@ class Session:
         *,
         world_size: int,
         cache: str,
-        bucket_mb: int,
         verify_every: int,
     ):
         self.server, self.transport, self.world_size = server, transport, world_size
-        self.clear_cache, self.bucket_bytes, self.verify_every = cache == "reset", bucket_mb * MIB, verify_every
+        self.clear_cache, self.verify_every = cache == "reset", verify_every
         self.num_syncs = 0
         self._paused_by_us = self._is_complete = False
-        self._dtype_name: str | None = None
 
     @property
     def needs_proof(self) -> bool:
@@ -103,7 +103,7 @@ class Session:
 
     def reset(self) -> None:
         """Forget the connection, so that the next sync reaches a server that was restarted."""
-        self.num_syncs, self._dtype_name = 0, None
+        self.num_syncs = 0
         if self.transport is not None:
             self.transport.close()
 
@@ -114,11 +114,10 @@ class Session:
     def _prepare(self) -> None:
         assert self.transport is not None
         self.transport.has_sent = self._paused_by_us = self._is_complete = False
-        if self._dtype_name is None:
-            self._dtype_name = self.server.dtype_name()
+        found_paused = self.transport.found_paused = self.server.is_paused()
         self.transport.connect()
         # A server found paused holds what a crashed run left there: only a complete sync may wake it (SRV-14).
-        self._paused_by_us = not self.server.is_paused()
+        self._paused_by_us = not found_paused
         self.server.pause(self.clear_cache)
 
     def _transfer(self, tensors: Iterable[Named], version: int, failure: str | None) -> str | None:
@@ -129,9 +128,12 @@ class Session:
         if failure is None:
             failure = self._attempt("start", version, lambda: self.transport.start(version))
         try:
-            for bucket in _buckets(tensors, self.bucket_bytes, self._dtype_name):
+            for name, tensor in tensors:
                 if failure is None:
-                    failure = self._attempt("transfer", version, lambda bucket=bucket: self.transport.send(bucket))
+                    send = partial(self.transport.send, name, tensor)
+                    failure = self._attempt("transfer", version, send)
+                    del send  # or the tensor would outlive the gathering of the next one
+                del tensor
         except BaseException:
             self._abandon()  # gathering itself failed; leave the server as the rules say, then let the error travel
             raise
@@ -185,28 +187,3 @@ def mode_problems(mode: str, config: Any) -> list[str]:
     if mode == "lora" and not config.model.lora.enabled:
         return ["sync.mode: lora needs model.lora; set model.lora.enabled=true, or sync.mode=merged"]
     return []
-
-
-def _buckets(tensors: Iterable[Named], limit_bytes: int, dtype_name: str | None) -> Iterator[list[Named]]:
-    """Tensors in the server's dtype, in lists of at most `limit_bytes`; a larger tensor stands alone."""
-    bucket: list[Named] = []
-    size = 0
-    for name, tensor in tensors:
-        tensor = _cast(tensor.detach(), dtype_name)
-        num_bytes = tensor.numel() * tensor.element_size()
-        if bucket and size + num_bytes > limit_bytes:
-            yield bucket
-            bucket, size = [], 0
-        bucket.append((name, tensor))
-        size += num_bytes
-    if bucket:
-        yield bucket
-
-
-def _cast(tensor: torch.Tensor, dtype_name: str | None) -> torch.Tensor:
-    """Floating-point tensors in the server's dtype (SYNC-6); others unchanged."""
-    import torch
-
-    if dtype_name is None or not tensor.is_floating_point():
-        return tensor
-    return tensor.to(getattr(torch, dtype_name))

@@ -32,7 +32,7 @@ def test_a_request_survives_a_pause_and_goes_on_under_the_new_weights(clear_cach
     With the cache cleared the new weights see a context computed anew; without, the old keys and values (SYNC-13).
     """
     url, prompt = fresh.url, prompt_of(3, 11)
-    call(url, "/update_weight_version", {"weight_version": "6"})
+    call(url, "/update_weight_version", {"new_version": "6"})
     job = start_long(fresh, prompt, logprobs=3, seed=11)
     assert call(url, f"/pause?mode=keep&clear_cache={clear_cache}", method="POST") == (200, {"status": "paused"})
     assert call(url, "/is_paused") == (200, {"is_paused": True})
@@ -41,7 +41,7 @@ def test_a_request_survives_a_pause_and_goes_on_under_the_new_weights(clear_cach
         url, "/collective_rpc", {"method": "reload_weights", "kwargs": {"weights_path": folders["other"]}}
     )
     assert status == 200, answer
-    call(url, "/update_weight_version", {"weight_version": "7"})
+    call(url, "/update_weight_version", {"new_version": "7"})
     assert metric(url, "vllm:generation_tokens_total") == count
     assert metric(url, "vllm:num_preemptions_total") == (1 if clear_cache == "true" else 0)
     call(url, "/resume", method="POST")

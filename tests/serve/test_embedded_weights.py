@@ -71,7 +71,7 @@ def sorted_first(values, names):
 
 def test_half_loaded_weights_are_never_finished(fresh, folders, plain):
     url, info = fresh.url, manifest(folders["other"])
-    call(url, "/update_weight_version", {"weight_version": "3"})
+    call(url, "/update_weight_version", {"new_version": "3"})
     connect(url, folders["other"])
     status, answer = call(url, "/update_weights", {"update_info": info | {"fail_after": 5}})
     assert status == 500 and "the sender went away" in answer["error"]["message"]

@@ -46,4 +46,6 @@ def test_nccl_without_a_gpu_is_refused_with_what_works():
 def test_adapter_mode_needs_an_adapter():
     config = types.SimpleNamespace(model=types.SimpleNamespace(lora=types.SimpleNamespace(enabled=False)))
     for component in (Gloo(mode="lora"), Disk(mode="lora")):
-        assert component.problems(config) == ["sync.mode: lora needs model.lora; set model.lora.enabled=true, or sync.mode=merged"]
+        assert component.problems(config) == [
+            "sync.mode: lora needs model.lora; set model.lora.enabled=true, or sync.mode=merged"
+        ]

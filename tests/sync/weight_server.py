@@ -121,7 +121,8 @@ class WeightServer:
         return await _json({})
 
     async def _label(self, request: web.Request) -> web.Response:
-        self.version = (await request.json())["weight_version"]
+        body = await request.json()
+        self.version = body["weight_version" if request.path == "/finish_weight_update" else "new_version"]
         return await _json({})
 
     async def _reload(self, request: web.Request) -> web.Response:
