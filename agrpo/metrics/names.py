@@ -206,6 +206,7 @@ perf/weight_sync_pause_s | s | T | mean | part spent waiting for the server's pa
 perf/weight_sync_barrier_s | s | T | mean | part spent waiting for other processes
 perf/weight_sync_transfer_s | s | T | mean | part spent sending
 perf/weight_sync_version | version | T | last | version of the weights the server holds
+server/restart_count | restarts | T | sum | servers that were started again and got the weights anew
 perf/weight_sync_parity | nats | T | max | mean abs(trainer - server log-prob) of the proof that weights arrived
 perf/fwd_bwd_forwarded_tokens_per_s | tokens/s | T | ratio | unique forwarded tokens / forward and backward seconds
 perf/wall_clock_forwarded_tokens_per_s | tokens/s | T | ratio | unique forwarded tokens / step seconds

@@ -118,7 +118,8 @@ class Session:
         self.transport.connect()
         # A server found paused holds what a crashed run left there: only a complete sync may wake it (SRV-14).
         self._paused_by_us = not found_paused
-        self.server.pause(self.clear_cache)
+        # What a server computed before it ever had these weights is of no use to anyone.
+        self.server.pause(self.clear_cache or self.num_syncs == 0)
 
     def _transfer(self, tensors: Iterable[Named], version: int, failure: str | None) -> str | None:
         if self.transport is None:

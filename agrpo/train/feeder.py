@@ -57,7 +57,7 @@ class Feeder:
         # Samples restored from a checkpoint were never sent on this wire: its counters start that much below zero.
         self._restored_tokens = 0
         self.evaluations: dict[str, list[dict[str, float]]] = {}
-        self._heard_at = 0.0  # time.monotonic() of the rollout process's last message
+        self.heard_at = 0.0  # time.monotonic() of the rollout process's last message
         self._error: BaseException | None = None
         self._listener: wire.Listener | None = None
 
@@ -142,28 +142,14 @@ class Feeder:
         with self._lock:
             self._has_ended = True
 
-    def await_rollout(self, timeout_s: float, beat: Callable[[], None]) -> bool:
+    def await_rollout(self, timeout_s: float) -> bool:
         """Whether the rollout process has connected; before that no message can reach it."""
-        deadline = time.monotonic() + timeout_s
-        while not self._listener.connected.wait(0.05) and time.monotonic() < deadline:
-            self._check()
-            beat()
-        return self._listener.connected.is_set()
+        self._check()
+        return self._listener.connected.wait(timeout_s)
 
-    def run_evaluations(self, version: int, names: list[str], timeout_s: float, beat: Callable[[], None]) -> list[str]:
-        """Ask for the final evaluations and wait; returns the names still missing when the rollout process, which watches
-        its own progress, has sent nothing for `timeout_s` seconds."""
-        before = {name: len(self.evaluations.get(name, ())) for name in names}
-        missing = names
-        if names and self.await_rollout(timeout_s, beat):
-            self._heard_at = time.monotonic()
-            self._send(wire.RunEval(version))
-            while missing and time.monotonic() < self._heard_at + timeout_s:
-                self._check()
-                beat()
-                time.sleep(0.05)
-                missing = [n for n in names if len(self.evaluations.get(n, ())) == before[n]]
-        return missing
+    def ask_evaluations(self, version: int) -> None:
+        """The final ones; their results come into `evaluations`."""
+        self._send(wire.RunEval(version))
 
     def close(self) -> None:
         """Tell the rollout process that the run is over."""
@@ -191,7 +177,7 @@ class Feeder:
             )
 
     def _receive(self, message: Any) -> None:
-        self._heard_at = time.monotonic()
+        self.heard_at = time.monotonic()
         if isinstance(message, ReadyGroup | wire.Resolved):
             with self._lock:  # one hold: a checkpoint in between would keep a line of the ledger without its samples
                 if not self._has_ended:

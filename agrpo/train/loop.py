@@ -9,11 +9,11 @@ from typing import Any
 
 import torch
 
-from agrpo.errors import AgrpoError
+from agrpo.errors import AgrpoError, ServerError
 from agrpo.metrics.window import Window
 from agrpo.model.optim import Updater
-from agrpo.model.weights import full_tensors
 from agrpo.model.terms import DeviceRow, token_terms
+from agrpo.model.weights import full_tensors
 from agrpo.train.figures import LossFigures
 from agrpo.train.proof import prove
 from agrpo.train.ranks import Ranks, Work
@@ -62,6 +62,7 @@ class Trainer:
     loss: Any
     sync: Any  # this rank's sender
     proof: Any
+    outage: Any  # of the servers, as this rank takes part in it
     temperature: float
     version: int  # weight version the server holds
     every_steps: int  # optimizer steps between two syncs
@@ -107,17 +108,40 @@ class Trainer:
             )
 
     def send_weights(self, version: int) -> None:
-        """Make the server equal to the model under `version`, and prove it where that is due (SYNC-3, SYNC-16)."""
-        times = self.sync.send(full_tensors(self.model), version, self.ranks.barrier)
+        """Make the server equal to the model under `version`, and prove it where that is due (SYNC-3, SYNC-16).
+
+        A server that dies meanwhile and is started again is no failure: it gets all weights, and their arrival is proven.
+        """
+        num_restarts = self.outage.num_restarts
+        while True:
+            if self.outage.claim():
+                self.sync.reset()
+            try:
+                times = self.sync.send(full_tensors(self.model), version, self.ranks.barrier)
+                gap = prove(self.proof, self.model, version, self.ranks.device) if self.sync.needs_proof else None
+                break
+            except ServerError as failure:
+                self.outage.wait_out(failure)
         self.version, self.is_synced = version, True
         self.window.add("perf/weight_sync_s", times.total_s)
         self.window.add("perf/weight_sync_pause_s", times.pause_s)
         self.window.add("perf/weight_sync_barrier_s", times.barrier_s)
         self.window.add("perf/weight_sync_transfer_s", times.transfer_s)
         self.window.add("perf/weight_sync_version", version)
-        if self.sync.needs_proof:
-            gap = prove(self.proof, self.model, version, self.ranks.device)
+        if gap is not None:
             self.window.add("perf/weight_sync_parity", gap)
+        if self.outage.num_restarts > num_restarts:
+            self.window.add("server/restart_count", self.outage.num_restarts - num_restarts)
+
+    def resend_weights(self) -> None:
+        """The weights again, to a server that was started again, under the version that is known everywhere.
+
+        Where steps have been taken since that version was sent, its label says less than the weights are: a sample then
+        counts as older than it is, never as younger.
+        """
+        is_synced = self.is_synced
+        self.send_weights(self.version)
+        self.is_synced = is_synced
 
     def is_sync_due(self, step_index: int) -> bool:
         return step_index % self.every_steps == 0

@@ -22,7 +22,7 @@ from agrpo.types import Ragged, Row, Step
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """What a rank does next: `step`, `idle` (look again) or `end`."""
+    """What a rank does next: `step`, `idle` (look again), `resend` (the weights, to a restarted server) or `end`."""
 
     kind: str
     index: int = 0  # of the step
@@ -30,7 +30,7 @@ class Work:
     rows: tuple[Row, ...] = ()  # per microbatch: this rank's row
 
 
-IDLE, END = Work("idle"), Work("end")
+IDLE, RESEND, END = Work("idle"), Work("resend"), Work("end")
 
 
 def divide(step: Step, normalization: str) -> list[Work]:

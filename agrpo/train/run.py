@@ -11,13 +11,11 @@ from typing import Any
 
 from agrpo.config import Config
 from agrpo.data.rows import gives_prompts
-from agrpo.errors import AgrpoError, StallError
+from agrpo.errors import AgrpoError, ServerError, StallError
 from agrpo.ledger import AdmissionCredit, Intervals, Ledger
 from agrpo.lifecycle import Life, Runtime
-from agrpo.metrics.diagnose import verdicts
 from agrpo.metrics.sinks import open_sinks
 from agrpo.metrics.summary import write_summary
-from agrpo.metrics.window import Window
 from agrpo.model import checkpoint as checkpoints
 from agrpo.model.load import load_model, load_tokenizer
 from agrpo.model.optim import Updater
@@ -25,13 +23,17 @@ from agrpo.model.shard import open_mesh, shard
 from agrpo.packer.cost import Cost
 from agrpo.sync.control import ServerControl
 from agrpo.sync.proof import Proof
+from agrpo.train.evaluation import FinalEvaluations
 from agrpo.train.facts import compute_dtype, probe_ids, seed_all, served_model
 from agrpo.train.feeder import Feeder
 from agrpo.train.loop import Trainer
-from agrpo.train.ranks import END, IDLE, Ranks, divide
+from agrpo.train.outage import Outage
+from agrpo.train.ranks import END, IDLE, RESEND, Ranks, Work, divide
+from agrpo.train.record import Recorder
 from agrpo.train.state import Progress, checkpoint_to_resume, restore, save
 
 _IDLE_S = 1.0  # how often rank 0 looks up while it waits for samples
+_LOOK_S = 0.25  # how often while it waits for the last evaluations
 _CONNECT_S = 30.0  # for the rollout process to connect before it is told that the run is over
 _log = logging.getLogger(__name__)
 
@@ -48,7 +50,6 @@ class TrainRun:
         self.feeder: Feeder | None = None
         self.sinks: list[Any] = []
         self.progress = Progress()
-        self._window_steps = 0  # steps since the last record
         self._epoch = 0  # complete passes at the last look
         signal.signal(signal.SIGTERM, self._ask_to_stop)
         signal.signal(signal.SIGINT, self._ask_to_stop)
@@ -106,6 +107,7 @@ class TrainRun:
             loss=config.loss,
             sync=config.sync.open(server, self.run_dir, ranks.device, ranks.rank, ranks.world_size),
             proof=proof,
+            outage=Outage(server, ranks, self.life.beat, lambda: self.stop_requested),
             temperature=config.sampler.temperature,
             version=self.progress.version,
             every_steps=config.sync.every_steps,
@@ -146,19 +148,36 @@ class TrainRun:
         self.feeder.open(self.runtime.wire_host, self.runtime.wire_port, self.runtime.wire_key, list(progress.ready))
 
     def train(self) -> None:
-        """Steps until the run is complete or asked to stop; every rank runs the same sequence."""
-        self.began_at = self._step_ended_at = time.perf_counter()
+        """Steps until the run is complete, asked to stop or without a server; every rank runs the same sequence."""
+        self.began_at = time.perf_counter()
         self._waited_s = 0.0
+        self.recorder = Recorder(self.config, self.trainer, self.progress, self.feeder, self.sinks, self.num_rows)
         if self.ranks.is_first and self._is_complete():
             _log.info("the run is complete already: %d steps, %d groups resolved", self.progress.step, self.feeder.num_resolved)
+        try:
+            self._take_steps()
+        except ServerError as error:  # a failed sync, raised on all ranks alike
+            if self.ranks.tell(self.stop_requested):
+                self.exit_reason = "stopped by a signal"
+            else:
+                self._end_by(error)
+        self.recorder.end()
+
+    def _end_by(self, error: Exception) -> None:
+        """No step follows, but what was trained is saved before the error is raised (`finish`)."""
+        self.failure, self.exit_reason = error, f"{type(error).__name__}: {error}"
+
+    def _take_steps(self) -> None:
         while True:
             work = self.ranks.share(self._next_works() if self.ranks.is_first else None)
             if work.kind == "end":
-                if self._window_steps:
-                    self._write_record(self.progress.step)
                 return
             if work.kind == "idle":
                 self.life.beat("waiting for samples", step=self.progress.step)
+                continue
+            if work.kind == "resend":
+                self.life.beat("sending the weights to the restarted server", step=self.progress.step)
+                self.trainer.resend_weights()
                 continue
             self.life.beat("training", step=work.index)
             self.trainer.step(work)
@@ -170,7 +189,7 @@ class TrainRun:
                 self.progress.version = self.trainer.version
                 if self.ranks.is_first:
                     self.feeder.synced(self.trainer.version)
-            self._report(work.index)
+            self.recorder.step(work.index)
             if self._is_save_due(work.index):
                 self.save()
 
@@ -188,12 +207,11 @@ class TrainRun:
             if step is None:
                 self._check_trainable()
         except (AgrpoError, OSError) as error:
-            # The samples end here, the trained weights do not: they are saved before the error is raised (`finish`).
-            self.failure, self.exit_reason = error, f"{type(error).__name__}: {error}"
+            self._end_by(error)
             return [END] * count
         self._waited_s += time.perf_counter() - began
         if step is None:
-            return [IDLE] * count
+            return [RESEND if self.trainer.outage.is_over() else IDLE] * count
         self._step = step
         self.trainer.window.add("perf/rollout_wait_s", self._waited_s)
         self._waited_s = 0.0
@@ -215,42 +233,6 @@ class TrainRun:
         if self.num_rows is not None and ledger.is_hopeless(self.num_rows, self.feeder.has_samples):
             counts = ", ".join(f"{reason}: {count}" for reason, count in sorted(ledger.reasons.items()))
             raise StallError(f"no group of a whole epoch of {self.num_rows} prompts could be trained ({counts})")
-
-    def _report(self, step_index: int) -> None:
-        """Step times, and a record at the end of a logging window (LOG-1)."""
-        trainer, now = self.trainer, time.perf_counter()
-        trainer.window.add("perf/step_s", now - self._step_ended_at)
-        self._step_ended_at = now
-        self._window_steps += 1
-        logger = self.config.logger
-        if step_index % logger.logging_steps == 0 or (logger.logging_first_step and step_index == 1):
-            self._write_record(step_index)
-
-    def _write_record(self, step_index: int) -> None:
-        trainer, steps = self.trainer, self._window_steps
-        forward_s, total_s = trainer.forward_timer.take_s(), trainer.timer.take_s()
-        trainer.figures.record(trainer.window, steps)
-        self._window_steps = 0
-        window = trainer.window
-        if not self.ranks.is_first:
-            window.record(step_index)
-            return
-        window.merge(self.feeder.take_window())
-        unique, step_s = window.total("batch/forwarded_tokens_per_step"), window.total("perf/step_s")
-        window.add("perf/fwd_s", forward_s, steps)
-        window.add("perf/fwd_bwd_s", total_s, steps)
-        window.add("perf/fwd_bwd_forwarded_tokens_per_s", unique, total_s)
-        window.add("perf/wall_clock_forwarded_tokens_per_s", unique, step_s)
-        window.add("perf/wall_clock_trained_tokens_per_s", window.total("batch/trained_tokens_per_step"), step_s)
-        window.add("num_tokens", self.progress.num_tokens)
-        if self.num_rows:
-            window.add("epoch", self.feeder.num_resolved / self.num_rows)
-        self._write(window, step_index, verdicts(window, steps, self.config.rollout.max_concurrent_rollouts))
-
-    def _write(self, window: Window, step_index: int, verdict: dict[str, str]) -> None:
-        record = {**window.record(step_index), **verdict}
-        for sink in self.sinks:
-            sink.write(step_index, record)
 
     def _is_save_due(self, step_index: int) -> bool:
         section = self.config.checkpoint
@@ -274,7 +256,7 @@ class TrainRun:
         """Checkpoint, exported model, final evaluations, summary (RUN-8). What was trained is safe before anything is
         asked of other processes."""
         wall_s = time.perf_counter() - self.began_at
-        is_done = self.exit_reason == "finished"
+        is_done = bool(self.ranks.tell(self.exit_reason == "finished"))  # of a signal or an error rank 0 alone may know
         if self.ranks.is_first:
             self.feeder.end()
         if self.config.checkpoint.save_final or not is_done:
@@ -296,21 +278,27 @@ class TrainRun:
             self.trainer.send_weights(self.trainer.version + 1)
             if self.ranks.is_first:
                 self.feeder.synced(self.trainer.version)
-        if not self.ranks.is_first:
-            return
-        if not names:
+        if self.ranks.is_first and not names:
             # A run that was complete when it was resumed ends before the rollout process is there to be told so.
-            self.feeder.await_rollout(_CONNECT_S, lambda: self.life.beat("ending"))
+            deadline = time.monotonic() + _CONNECT_S
+            while not self.feeder.await_rollout(_LOOK_S) and time.monotonic() < deadline:
+                self.life.beat("ending")
+        if not names:
             return
-        self.life.beat("evaluating")
         limit = self.config.rollout.progress_timeout or self.config.server.timeout
-        missing = self.feeder.run_evaluations(self.trainer.version, names, limit, lambda: self.life.beat("evaluating"))
-        if missing:
-            raise StallError(
-                f"the rollout process sent nothing for {limit:.0f} s during the final evaluation of {', '.join(missing)}; "
-                f"the trained model is in {self.run_dir / 'model'}"
-            )
-        self._write(self.feeder.take_window(), self.progress.step, {})
+        awaited = FinalEvaluations(self.feeder, self.trainer.version, names, limit) if self.ranks.is_first else None
+        while (kind := self.ranks.share(self._evaluation_works(awaited) if awaited else None).kind) != "end":
+            self.life.beat("evaluating")
+            if kind == "resend":
+                self.trainer.resend_weights()
+        if self.ranks.is_first:
+            self.recorder.write(self.feeder.take_window(), self.progress.step, {})
+
+    def _evaluation_works(self, awaited: FinalEvaluations) -> list[Work]:
+        work = IDLE if awaited.are_awaited(_LOOK_S) else END
+        if work is IDLE and self.trainer.outage.is_over():
+            work = RESEND
+        return [work] * self.ranks.world_size
 
     def close(self) -> None:
         if self.feeder is not None:

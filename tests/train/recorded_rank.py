@@ -30,7 +30,7 @@ def main(model_path: str, stream: str) -> None:
     model = load_model(section, ranks.device)
     shard(model, section, open_mesh(section, ranks.device))
     updater = Updater(model, Optimizer(learning_rate=1e-3), None)
-    trainer = Trainer(ranks, model, updater, ScoreCentering(), None, None, 1.0, 1, 1)
+    trainer = Trainer(ranks, model, updater, ScoreCentering(), None, None, None, 1.0, 1, 1)
     planner = Tree().planner(ranks.world_size, BUDGET, Cost.of_config(model.config), 1)
     records = []
     groups = wire.frames(Path(stream).read_bytes())

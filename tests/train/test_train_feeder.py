@@ -10,10 +10,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from agrpo import wire
+from agrpo.errors import StallError
 from agrpo.ledger import AdmissionCredit, Ledger, replay
 from agrpo.packer.cost import Cost
 from agrpo.packer.sequence import Sequence
 from agrpo.sections import Rollout
+from agrpo.train.evaluation import FinalEvaluations
 from agrpo.train.feeder import Feeder
 from agrpo.types import ReadyGroup, Sample
 
@@ -176,18 +178,19 @@ def test_staleness_zero_leaves_the_gate_open_after_a_step_without_a_sync(tmp_pat
 
 def test_a_final_evaluation_waits_for_the_rollout_process_and_as_long_as_that_is_alive(tmp_path):
     feeder = make_feeder(tmp_path)
-    missing = []
-    wait = threading.Thread(target=lambda: missing.append(feeder.run_evaluations(1, ["heldout"], 0.6, lambda: None)))
-    wait.start()
-    threading.Event().wait(0.2)  # asked before anyone is connected, as in a run that was complete when it was resumed
+    awaited = FinalEvaluations(feeder, 1, ["heldout"], 0.6)
+    assert awaited.are_awaited(0.2)  # nobody is connected, as in a run that was complete when it was resumed
     end = RolloutEnd(feeder)
     for _ in range(5):
-        threading.Event().wait(0.2)
+        assert awaited.are_awaited(0.2)
         end.run(end.link.send_metrics({}))
     end.run(end.link.send_eval("heldout", {"reward": 0.5}))
-    wait.join(10)
-    assert missing == [[]] and end.evaluations == [1]
-    assert feeder.run_evaluations(1, ["heldout"], 0.2, lambda: None) == ["heldout"]
+    wait_until(lambda: not awaited.are_awaited(0.0))
+    assert end.evaluations == [1]
+    again = FinalEvaluations(feeder, 1, ["heldout"], 0.2)
+    with pytest.raises(StallError, match="heldout"):
+        while again.are_awaited(0.05):
+            pass
     feeder.close()
 
 

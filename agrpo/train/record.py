@@ -1,0 +1,65 @@
+"""From the steps of a logging window to one record for every sink."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+from agrpo.config import Config
+from agrpo.metrics.diagnose import verdicts
+from agrpo.metrics.window import Window
+from agrpo.train.loop import Trainer
+from agrpo.train.state import Progress
+
+
+class Recorder:
+    """Step times and records of one rank (LOG-1); `feeder` and `sinks` are rank 0's, None and empty elsewhere."""
+
+    def __init__(
+        self, config: Config, trainer: Trainer, progress: Progress, feeder: Any, sinks: list[Any], num_rows: int | None
+    ):
+        self._config, self._trainer, self._progress = config, trainer, progress
+        self._feeder, self._sinks, self._num_rows = feeder, sinks, num_rows
+        self._num_steps = 0  # since the last record
+        self._step_ended_at = time.perf_counter()
+
+    def step(self, step_index: int) -> None:
+        """After each step; writes where a window ends."""
+        now = time.perf_counter()
+        self._trainer.window.add("perf/step_s", now - self._step_ended_at)
+        self._step_ended_at = now
+        self._num_steps += 1
+        logger = self._config.logger
+        if step_index % logger.logging_steps == 0 or (logger.logging_first_step and step_index == 1):
+            self._write_steps(step_index)
+
+    def end(self) -> None:
+        """Write the steps of a window that did not fill up."""
+        if self._num_steps:
+            self._write_steps(self._progress.step)
+
+    def write(self, window: Window, step_index: int, verdict: dict[str, str]) -> None:
+        record = {**window.record(step_index), **verdict}
+        for sink in self._sinks:
+            sink.write(step_index, record)
+
+    def _write_steps(self, step_index: int) -> None:
+        trainer, steps = self._trainer, self._num_steps
+        forward_s, total_s = trainer.forward_timer.take_s(), trainer.timer.take_s()
+        trainer.figures.record(trainer.window, steps)
+        self._num_steps = 0
+        window = trainer.window
+        if self._feeder is None:
+            window.record(step_index)
+            return
+        window.merge(self._feeder.take_window())
+        unique, step_s = window.total("batch/forwarded_tokens_per_step"), window.total("perf/step_s")
+        window.add("perf/fwd_s", forward_s, steps)
+        window.add("perf/fwd_bwd_s", total_s, steps)
+        window.add("perf/fwd_bwd_forwarded_tokens_per_s", unique, total_s)
+        window.add("perf/wall_clock_forwarded_tokens_per_s", unique, step_s)
+        window.add("perf/wall_clock_trained_tokens_per_s", window.total("batch/trained_tokens_per_step"), step_s)
+        window.add("num_tokens", self._progress.num_tokens)
+        if self._num_rows:
+            window.add("epoch", self._feeder.num_resolved / self._num_rows)
+        self.write(window, step_index, verdicts(window, steps, self._config.rollout.max_concurrent_rollouts))
