@@ -13,9 +13,8 @@ import inspect
 import json
 import re
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
-Call = tuple[str, dict[str, Any]]  # name, arguments
 _HERMES = re.compile(r"<tool_call>(.*?)</tool_call>", re.DOTALL)
 _TAGGED = re.compile(r"<function=([^>\s]+)>(.*?)</function>", re.DOTALL)
 _PARAMETER = re.compile(r"<parameter=([^>\s]+)>(.*?)</parameter>", re.DOTALL)
@@ -29,6 +28,14 @@ _DEEPSEEK = re.compile(
     "{call begin}(.*?){sep}(.*?){call end}".format(**{k: re.escape(v) for k, v in _DEEPSEEK_WORDS.items()}), re.DOTALL
 )
 _FENCE = re.compile(r"\A(.*?)\n```json\n(.*)\n```\s*\Z", re.DOTALL)
+
+
+class Call(NamedTuple):
+    """One call; `id` is empty where the model gives none."""
+
+    name: str
+    arguments: dict[str, Any]
+    id: str = ""
 
 
 class _Malformed(ValueError):
@@ -47,18 +54,19 @@ def parse(
         return by_template
     text = output if isinstance(output, str) else tokenizer.decode(output, skip_special_tokens=False)
     try:
-        before, calls = find(text, template_of(tokenizer))
+        before, calls = find(_without_end(text, tokenizer), template_of(tokenizer))
     except _Malformed:
         before, calls = text, []
     if not calls:
         return output if isinstance(output, str) else tokenizer.decode(output, skip_special_tokens=True), []
     # Templates put their own white space between text and calls.
-    return _plain(before, tokenizer).rstrip(), [message_form(name, arguments) for name, arguments in calls]
+    return _plain(before, tokenizer).rstrip(), [message_form(call) for call in calls]
 
 
-def message_form(name: str, arguments: dict[str, Any]) -> dict[str, Any]:
+def message_form(call: Call) -> dict[str, Any]:
     """One call as an assistant message holds it."""
-    return {"type": "function", "function": {"name": name, "arguments": arguments}}
+    form = {"type": "function", "function": {"name": call.name, "arguments": call.arguments}}
+    return {**form, "id": call.id} if call.id else form
 
 
 def find(text: str, template: str = "") -> tuple[str, list[Call]]:
@@ -116,11 +124,11 @@ def _read_tagged(text: str) -> list[Call]:
     calls = []
     for name, body in _TAGGED.findall(text):
         if body.strip().startswith("{"):
-            calls.append((name, _arguments(body)))
+            calls.append(Call(name, _arguments(body)))
         elif _PARAMETER.sub("", body).strip():
             raise _Malformed("text between the parameters")
         else:
-            calls.append((name, {key: _without_line_ends(value) for key, value in _PARAMETER.findall(body)}))
+            calls.append(Call(name, {key: _without_line_ends(value) for key, value in _PARAMETER.findall(body)}))
     return calls
 
 
@@ -138,7 +146,8 @@ def _read_deepseek(text: str) -> list[Call]:
         fenced = _FENCE.match(
             second
         )  # type, separator, name and a fenced object; newer models: name, separator, object
-        calls.append((fenced[1].strip(), _arguments(fenced[2])) if fenced else (first.strip(), _arguments(second)))
+        name, arguments = (fenced[1], fenced[2]) if fenced else (first, second)
+        calls.append(Call(name.strip(), _arguments(arguments)))
     return calls
 
 
@@ -148,7 +157,7 @@ def _read_mistral(text: str) -> list[Call]:
     if not named:
         return _json_calls(text.removeprefix(_MISTRAL))
     ends = [m.start() for m in named[1:]] + [len(text)]
-    return [(m[1], _arguments(text[m.end() : end])) for m, end in zip(named, ends, strict=True)]
+    return [Call(m[1], _arguments(text[m.end() : end])) for m, end in zip(named, ends, strict=True)]
 
 
 def _read_python_tag(text: str) -> list[Call]:
@@ -183,11 +192,14 @@ def _json_calls(body: str) -> list[Call]:
 
 
 def _call(value: Any) -> Call:
+    outer = value
     if isinstance(value, dict) and isinstance(value.get("function"), dict):
         value = value["function"]
     if not isinstance(value, dict) or not isinstance(value.get("name"), str):
         raise _Malformed("no name")
-    return value["name"], _arguments(value.get("arguments", value.get("parameters", {})))
+    given = outer.get("id")
+    arguments = _arguments(value.get("arguments", value.get("parameters", {})))
+    return Call(value["name"], arguments, given if isinstance(given, str) else "")
 
 
 def _arguments(value: Any) -> dict[str, Any]:
@@ -215,6 +227,14 @@ def template_of(tokenizer: Any) -> str:
     return template if isinstance(template, str) else ""
 
 
+def _without_end(text: str, tokenizer: Any) -> str:
+    """The text without the special tokens that end the message; marks of calls may be special tokens too, and stay."""
+    ends = tuple(t for t in getattr(tokenizer, "all_special_tokens", ()) if "tool" not in t.lower())
+    while (stripped := text.rstrip()).endswith(ends):
+        text = stripped[: -max(len(end) for end in ends if stripped.endswith(end))]
+    return text
+
+
 def _plain(text: str, tokenizer: Any) -> str:
     for token in getattr(tokenizer, "all_special_tokens", ()):
         text = text.replace(token, "")
@@ -234,4 +254,4 @@ def _by_response_template(output: Any, tokenizer: Any, prompt_ids: Any, tools: A
     except (ValueError, TypeError, AttributeError, KeyError):
         return None
     content = message.get("content") or ""
-    return _plain(content if isinstance(content, str) else "", tokenizer), [message_form(*call) for call in calls]
+    return _plain(content if isinstance(content, str) else "", tokenizer), [message_form(call) for call in calls]

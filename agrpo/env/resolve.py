@@ -1,10 +1,10 @@
 """Who plays the rollouts: the `env` component, or what `rollout.workflow` names (AREAL-WF-61 to 64).
 
-    null                           the `env` component
-    class with arun_episode        instantiated with rollout.workflow_kwargs, which must be given
-    instance with arun_episode     used as it is
-    other class with run           an agent, instantiated with the kwargs or none
-    other object with run          an agent, used as it is
+null                           the `env` component
+class with arun_episode        instantiated with rollout.workflow_kwargs, which must be given
+instance with arun_episode     used as it is
+other class with run           an agent, instantiated with the kwargs or none
+other object with run          an agent, used as it is
 """
 
 from __future__ import annotations
@@ -36,7 +36,9 @@ def _problems_of(path: str, target: Any, kwargs: dict[str, Any] | None) -> list[
         if not inspect.iscoroutinefunction(target.arun_episode):
             return [f"rollout.workflow: {path}.arun_episode must be `async def arun_episode(self, engine, data)`"]
         if isinstance(target, type) and kwargs is None:
-            return [f"rollout.workflow_kwargs must be given for the class {path}; rollout.workflow_kwargs={{}} is enough"]
+            return [
+                f"rollout.workflow_kwargs must be given for the class {path}; rollout.workflow_kwargs={{}} is enough"
+            ]
         return _kwargs_problems(path, target, kwargs)
     run = getattr(target, "run", None)
     if not callable(run):
@@ -71,7 +73,7 @@ def open_player(config: Any, tokenizer: Any, max_model_len: int, eos_ids: frozen
     """The player of this run. ConfigError as `problems`; ContractError if the user's class cannot be instantiated."""
     rollout = config.rollout
     if rollout.workflow is None:
-        return config.env.open(tokenizer, config.sampler, max_model_len, eos_ids)
+        return config.env.open(tokenizer, config.sampler, max_model_len, eos_ids, run_seed=config.run.seed)
     lines = problems(config)
     if lines:
         raise ConfigError(lines)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import logging
 import os
 import sys
@@ -78,10 +79,15 @@ async def run(config: Any, run_dir: Path, life: Life) -> None:
         stack.push_async_callback(client.close)
         player = open_player(config, tokenizer, client.max_model_len, eos_ids)
         await start_player(player, stack)
+        if hasattr(player, "check_rows"):
+            await asyncio.to_thread(player.check_rows, rows)
         completions = CompletionLog(run_dir / "completions.jsonl") if config.logger.log_completions else None
         if completions is not None:
             stack.callback(completions.close)
-        loop = await build_loop(config, rows, player, client, scorer, link, policy, window, life, completions)
+        dump = await asyncio.to_thread(_open_dump, config, tokenizer)
+        if dump is not None:
+            stack.callback(dump.close)
+        loop = await build_loop(config, rows, player, client, scorer, link, policy, window, life, completions, dump)
         await loop.run()
 
 
@@ -97,7 +103,25 @@ def _open_inputs(config: Any) -> tuple[Any, Any, frozenset[int]]:
     from agrpo.data.rows import gives_prompts
     from agrpo.model.load import load_tokenizer
 
-    return config.data.open(needs_prompt=not gives_prompts(config)), load_tokenizer(config.model), _eos_ids(config.model)
+    return (
+        config.data.open(needs_prompt=not gives_prompts(config)),
+        load_tokenizer(config.model),
+        _eos_ids(config.model),
+    )
+
+
+def _open_dump(config: Any, tokenizer: Any) -> Any:
+    """The trajectory dump with the tokenizer that decodes it; None where it is off."""
+    from agrpo.model.load import load_tokenizer
+    from agrpo.rollout.dump import Dump
+
+    settings = config.rollout
+    if not settings.dump_to_file:
+        return None
+    if settings.tokenizer_path is not None:
+        tokenizer = load_tokenizer(dataclasses.replace(config.model, tokenizer_path=settings.tokenizer_path))
+    folder = Path(settings.fileroot).expanduser() / settings.experiment_name / settings.trial_name
+    return Dump(folder, tokenizer, settings.dump_keep_versions)
 
 
 def _eos_ids(model: Any) -> frozenset[int]:
@@ -122,6 +146,7 @@ async def build_loop(
     window: Any,
     life: Any,
     completions: Any = None,
+    dump: Any = None,
 ) -> Any:
     """The producing loop with every part it works with."""
     from agrpo.config import locate
@@ -161,6 +186,7 @@ async def build_loop(
             locate(settings.accept_fn) if settings.accept_fn else None,
             window,
             completions,
+            dump,
         ),
         slots=Slots(player, client, places, failures, settings.on_error == "abort"),
         places=places,

@@ -15,7 +15,8 @@ import numpy as np
 
 from agrpo import wire
 from agrpo.advantage import Grouped
-from agrpo.env.conversation import Player
+from agrpo.env.player import Player, Rules
+from agrpo.env.render import Renderer
 from agrpo.metrics.window import Window
 from agrpo.rollout.concurrency import Cap, Places
 from agrpo.rollout.failures import Failures
@@ -91,7 +92,7 @@ async def _produce(url: str, num_groups: int) -> tuple[int, float, float]:
     sampler = Vllm(max_completion_length=TOKENS, num_sampler_logprobs=HEADS)
     client = await sampler.connect((url,), None, 42, lambda: policy.version, 60.0, 64, True, window)
     async with client:
-        player = Player(Words(), {}, client.max_model_len, frozenset({1}))
+        player = Player(Words(), Rules(client.max_model_len, frozenset({1})), {"": Renderer(Words())})
         cap = Cap(64, 64)
         places = Places(cap)
         slots = Slots(player, client, places, Failures(0.5, 256), False)

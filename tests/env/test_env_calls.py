@@ -6,7 +6,7 @@ import pytest
 
 from agrpo.env.calls import find, parse
 
-TWO = [("add", {"a": 1, "b": [2, "x"]}), ("f.g-h", {})]
+TWO = [("add", {"a": 1, "b": [2, "x"]}, ""), ("f.g-h", {}, "")]
 BAR, LOW = "\uff5c", "\u2581"
 
 
@@ -20,7 +20,16 @@ def fenced(name, arguments):
 
 
 def objects(key):
-    return [json.dumps({"name": name, key: arguments}) for name, arguments in TWO]
+    return [json.dumps({"name": name, key: arguments}) for name, arguments, _ in TWO]
+
+
+class Plain:
+    """A tokenizer of which only the template counts."""
+
+    all_special_tokens: tuple[str, ...] = ()
+
+    def __init__(self, chat_template=None):
+        self.chat_template = chat_template
 
 
 WRITTEN = {
@@ -30,9 +39,9 @@ WRITTEN = {
     "mistral named": '[TOOL_CALLS]add[ARGS]{"a": 1, "b": [2, "x"]}[TOOL_CALLS]f.g-h[CALL_ID]a1[ARGS]{}',
     "llama tagged": f"<|python_tag|>{'; '.join(objects('parameters'))}",
     "llama function": '<function=add>{"a": 1, "b": [2, "x"]}</function><function=f.g-h>{}</function>',
-    "deepseek v3": f"{deepseek('calls begin')}{fenced(*TWO[0])}\n{fenced(*TWO[1])}{deepseek('calls end')}",
+    "deepseek v3": f"{deepseek('calls begin')}{fenced(*TWO[0][:2])}\n{fenced(*TWO[1][:2])}{deepseek('calls end')}",
     "deepseek v3.1": deepseek("calls begin")
-    + "".join(f"{deepseek('call begin')}{n}{deepseek('sep')}{json.dumps(a)}{deepseek('call end')}" for n, a in TWO)
+    + "".join(f"{deepseek('call begin')}{n}{deepseek('sep')}{json.dumps(a)}{deepseek('call end')}" for n, a, _ in TWO)
     + deepseek("calls end"),
 }
 
@@ -44,14 +53,14 @@ def test_each_familys_calls_are_read_in_order(family):
 
 def test_llamas_bare_object_is_a_call_for_its_own_template_only():
     text = '{"name": "add", "parameters": {"a": "1"}}'
-    assert find(text, "<|start_header_id|>")[1] == [("add", {"a": "1"})]
+    assert find(text, "<|start_header_id|>")[1] == [("add", {"a": "1"}, "")]
     assert find(text, "<tool_call>") == (text, [])
     assert find('{"name": "an answer in JSON"}', "<|start_header_id|>")[1] == []
 
 
 def test_qwen_coders_parameters_keep_their_text():
     text = "<tool_call>\n<function=run>\n<parameter=code>\nx = 1\n\nprint(x)\n</parameter>\n<parameter=n>\n7\n</parameter>\n</function>\n</tool_call>"
-    assert find(text)[1] == [("run", {"code": "x = 1\n\nprint(x)", "n": "7"})]
+    assert find(text)[1] == [("run", {"code": "x = 1\n\nprint(x)", "n": "7"}, "")]
 
 
 def test_a_format_that_the_template_does_not_show_is_text():
@@ -74,11 +83,14 @@ def test_a_format_that_the_template_does_not_show_is_text():
     ],
 )
 def test_what_cannot_be_read_whole_stays_an_ordinary_message(text):
-    class Plain:
-        all_special_tokens, chat_template = [], None
-
     assert parse(text, Plain()) == (text, [])
 
 
 def test_arguments_may_be_a_string_that_holds_an_object():
-    assert find('<tool_call>{"name": "add", "arguments": "{\\"a\\": 1}"}</tool_call>')[1] == [("add", {"a": 1})]
+    assert find('<tool_call>{"name": "add", "arguments": "{\\"a\\": 1}"}</tool_call>')[1] == [("add", {"a": 1}, "")]
+
+
+def test_an_identifier_that_the_model_gives_is_kept():
+    text = '[TOOL_CALLS] [{"name": "add", "arguments": {}, "id": "a1b2c3d4e"}]'
+    call = {"type": "function", "function": {"name": "add", "arguments": {}}, "id": "a1b2c3d4e"}
+    assert parse(text, Plain("[TOOL_CALLS]")) == ("", [call])

@@ -9,7 +9,8 @@ import pytest
 
 from agrpo import wire
 from agrpo.advantage import Grouped
-from agrpo.env.conversation import Player
+from agrpo.env.player import Player, Rules
+from agrpo.env.render import Renderer
 from agrpo.errors import ContractError, ServerError, StallError
 from agrpo.eval import Evaluation
 from agrpo.lifecycle import Life
@@ -144,7 +145,7 @@ def produce(
         sampler = Vllm(max_completion_length=TOKENS, num_sampler_logprobs=2, max_retries=0)
         client = await sampler.connect((url,), None, 42, lambda: policy.version, 10.0, 64, True, window)
         places = Places(Cap(cap, cap))
-        player = Player(Words(), {}, client.max_model_len, frozenset({1}))
+        player = Player(Words(), Rules(client.max_model_len, frozenset({1})), {"": Renderer(Words())})
         failures = Failures(section.max_failure_frac, section.failure_window)
         scorer = Scripted(reward, score_s)
         loop = Loop(
