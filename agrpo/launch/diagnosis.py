@@ -11,14 +11,19 @@ from agrpo.launch.processes import Child
 ERRORS = {error.exit_code: error for error in (ConfigError, ServerError, ContractError, StallError)}
 
 
-def died(child: Child, children: list[Child]) -> AgrpoError:
+def died(child: Child, children: list[Child], history: str = "") -> AgrpoError:
     """The error for a process that ended when it should not have; its exit code is that of the run (CLI-11)."""
-    record = child.exit_record()
-    code = child.code
-    ended = f"was killed by {_signal_name(-code)}" if code < 0 else f"ended with exit code {code}"
-    reason = f": {record['reason']}" if record and code >= 0 and record.get("reason") else ""
-    error = ERRORS.get(code, ServerError if child.name == "server" else AgrpoError)
-    return error(_paragraph(f"{child.name} {ended}{reason}", child, children))
+    error = ERRORS.get(child.code, ServerError if child.name == "server" else AgrpoError)
+    return error(_paragraph(f"{child.name} {ending(child)}{history}", child, children))
+
+
+def ending(child: Child) -> str:
+    """How a process ended, with its own reason where it left one."""
+    record, code = child.exit_record(), child.code
+    if code < 0:
+        return f"was killed by {_signal_name(-code)}"
+    reason = f": {record['reason']}" if record and record.get("reason") else ""
+    return f"ended with exit code {code}{reason}"
 
 
 def silent(child: Child, seconds: float, limit: float, key: str, children: list[Child]) -> StallError:

@@ -13,8 +13,6 @@ import json
 import signal
 import threading
 import time
-import urllib.error
-import urllib.request
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -22,6 +20,7 @@ from typing import Any
 from agrpo.config import Config
 from agrpo.launch import diagnosis, plan, run_folder
 from agrpo.launch.processes import Child, kill, spawn, stop, wait_all
+from agrpo.launch.server import Server
 from agrpo.metrics.console import Console
 
 STARTUP_S = 300.0  # a process may import and load for so long before its first sign of life (ARCH-6)
@@ -77,8 +76,14 @@ class Supervisor:
         self, config: Config, run_dir: Path, processes: plan.Processes, urls: tuple[str, ...], console: Console
     ):
         self.config, self.run_dir, self.processes, self.console = config, run_dir, processes, console
-        self.urls = urls  # of the server
-        self.server: Child | None = None
+        self.server = Server(
+            processes.server,
+            urls,
+            run_dir,
+            timeout_s=config.server.timeout,
+            max_restarts=getattr(config.server, "max_restarts", 0),
+            console=console,
+        )
         self.rollout: Child | None = None
         self.trainers: list[Child] = []
         self.signal: int | None = None  # the first signal received
@@ -88,39 +93,18 @@ class Supervisor:
 
     @property
     def children(self) -> list[Child]:
-        return [c for c in (self.server, self.rollout, *self.trainers) if c is not None]
+        return [c for c in (self.server.child, self.rollout, *self.trainers) if c is not None]
 
     # start
 
     def start(self) -> None:
-        launch = self.processes.server
-        if launch is not None:
-            self.console.phase("server", f"starting on {launch.devices}, log: {self.run_dir}/logs/server.log")
-            self.server = spawn(launch, self.run_dir)
-        self._await_server()
+        self.server.start()
+        self.server.await_healthy(self._look_around, lambda: self.children)
         for launch in self.processes.trainers:
             self.console.phase(launch.name, f"starting on {launch.devices}")
             self.trainers.append(spawn(launch, self.run_dir))
         self.console.phase("rollout", "starting")
         self.rollout = spawn(self.processes.rollout, self.run_dir)
-
-    def _await_server(self) -> None:
-        """Poll /health until it answers, at most `server.timeout` seconds (SRV-2); tells its progress."""
-        urls = self.urls
-        began, told_at, answer = time.monotonic(), time.monotonic(), "no answer"
-        for url in urls:
-            while (answer := health(url)) != "healthy":
-                self._raise_if_dead()
-                self._raise_if_signalled()
-                waited = time.monotonic() - began
-                if waited > self.config.server.timeout:
-                    raise diagnosis.not_healthy(self.server, urls, self.config.server.timeout, answer, self.children)
-                if time.monotonic() - told_at > 5:
-                    told_at = time.monotonic()
-                    beat = self.server.beat() if self.server else None
-                    self.console.phase("server", f"{beat['phase'] if beat else answer} ({waited:.0f} s)")
-                time.sleep(0.2)
-        self.console.phase("server", f"healthy after {time.monotonic() - began:.0f} s at {', '.join(urls)}")
 
     # watch
 
@@ -128,6 +112,7 @@ class Supervisor:
         """Return when every trainer rank ended well."""
         phases: dict[str, str] = {}
         while any(t.code is None for t in self.trainers):
+            self.server.look(lambda: self.children)
             self._raise_if_dead()
             self._raise_if_silent()
             self._forward_signal()
@@ -155,16 +140,18 @@ class Supervisor:
             # A kill tears down its peers within moments; let records of the same event arrive before judging.
             time.sleep(0.2)
             dead = [child for child in self.children if not self._ended_well(child)]
-            raise diagnosis.died(diagnosis.cause(dead), self.children)
+            first = diagnosis.cause(dead)
+            history = self.server.history if first is self.server.child else ""
+            raise diagnosis.died(first, self.children, history)
 
     def _ended_well(self, child: Child) -> bool:
         """Running, or ended as it may: a trainer by itself or because it was asked, the rollout after its work."""
         code = child.code
         if code is None:
             return True
-        if self.signal is not None and child is not self.server and code in (-signal.SIGTERM, 130, 143):
-            return True
-        return code == 0 and child is not self.server
+        if child is self.server.child:
+            return not self.server.has_failed
+        return code == 0 or (self.signal is not None and code in (-signal.SIGTERM, 130, 143))
 
     def _raise_if_silent(self) -> None:
         limits = [(t, self.config.run.collective_timeout, "run.collective_timeout") for t in self.trainers]
@@ -193,7 +180,9 @@ class Supervisor:
             kill(self.children)
             raise Interrupted(number)
 
-    def _raise_if_signalled(self) -> None:
+    def _look_around(self) -> None:
+        """While the server starts."""
+        self._raise_if_dead()
         if self.signal is not None:
             raise Interrupted(self.signal)
 
@@ -215,8 +204,8 @@ class Supervisor:
         stop(
             [c for c in (self.rollout, *self.trainers) if c is not None], 0.0
         )  # what they may have left in their groups
-        if self.server is not None:
-            stop([self.server], SERVER_GRACE_S)
+        if self.server.child is not None:
+            stop([self.server.child], SERVER_GRACE_S)
         path = self.run_dir / "summary.json"
         return json.loads(path.read_text()) if path.exists() else {}
 
@@ -229,8 +218,8 @@ class Supervisor:
         kill(self.trainers)
         if self.rollout is not None:
             stop([self.rollout], 1.0)
-        if self.server is not None:
-            stop([self.server], SERVER_GRACE_S)
+        if self.server.child is not None:
+            stop([self.server.child], SERVER_GRACE_S)
 
     def _await_trainers(self) -> None:
         """A few seconds for the step; as long as it takes, within reason, for a checkpoint that is being written."""
@@ -290,14 +279,3 @@ class _Handlers:
     def __exit__(self, *exc: object) -> None:
         for number, handler in self._before.items():
             signal.signal(number, handler)
-
-
-def health(url: str) -> str:
-    """`healthy`, or why not, in a few words."""
-    try:
-        with urllib.request.urlopen(f"{url}/health", timeout=5) as answer:
-            return "healthy" if answer.status == 200 else f"HTTP {answer.status}"
-    except urllib.error.HTTPError as error:
-        return f"HTTP {error.code}"
-    except (OSError, ValueError) as error:
-        return f"no answer: {getattr(error, 'reason', error)}"

@@ -107,6 +107,11 @@ class Console:
         if not self.is_live and not self._records:
             self.note(f"[{time.monotonic() - self._began:6.1f} s] {process}: {text}")
 
+    def event(self, process: str, text: str) -> None:
+        """Something happened to a process; a line that stays, whatever else is shown."""
+        self._phases[process] = (text, time.monotonic())
+        self.note(f"[{time.monotonic() - self._began:6.1f} s] {process}: {text}")
+
     def step(self, record: Mapping[str, Any]) -> None:
         """A record of `metrics.jsonl`."""
         self._records.append(record)

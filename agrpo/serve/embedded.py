@@ -43,6 +43,7 @@ class Embedded:
     timeout: float = setting(
         1800.0, "seconds to wait for the server at start and for each request (SRV-2, SRV-3)", gt=0
     )
+    max_restarts: int = setting(5, "times within an hour it is started again after it died; 0 = never", ge=0)
     model_name: str | None = setting(None, "name requests use; null = model.path")
     parity_limit: float | None = setting(0.2, "largest mean log-prob difference after a sync; null = no check", gt=0)
     max_model_len: int | None = setting(None, "longest context in tokens; null = the model's, at most 4096", ge=2)

@@ -22,6 +22,7 @@ class Vllm:
 
     python: str | None = setting(None, "Python of the environment vllm is installed in; null = this one")
     timeout: float = setting(1800.0, "seconds to become healthy, and limit of each request and weight sync", gt=0)
+    max_restarts: int = setting(5, "times within an hour it is started again after it died; 0 = never", ge=0)
     model_name: str | None = setting(None, "model to serve; null = model.path")
     parity_limit: float | None = setting(0.2, "largest mean log-prob difference to the trainer; null = no check", gt=0)
     max_model_len: int | None = setting(None, "context length; null = token budget, else derived from the prompt", ge=2)

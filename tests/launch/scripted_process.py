@@ -61,16 +61,18 @@ def raise_contract(run_dir: Path, life: Life) -> None:
     raise ContractError("reward pkg.mod.length returned 7 values for 8 completions")
 
 
-def serve(port: int, status: int) -> None:
+def serve(port: int, status: int, is_labelled: bool) -> None:
     class Handler(http.server.BaseHTTPRequestHandler):
         def do_GET(self) -> None:
-            self.send_response(status)
+            self.send_response(404 if not is_labelled and self.path != "/health" else status)
             self.end_headers()
+            if self.path == "/weight_info":
+                self.wfile.write(b'{"weight_version": "3"}')
 
         def log_message(self, *args: object) -> None:
             pass
 
-    http.server.HTTPServer(("127.0.0.1", port), Handler).serve_forever()
+    http.server.ThreadingHTTPServer(("127.0.0.1", port), Handler).serve_forever()
 
 
 def main(name: str, run_dir: Path, script: str, port: int) -> int:
@@ -78,8 +80,9 @@ def main(name: str, run_dir: Path, script: str, port: int) -> int:
         # Like vLLM: a process of its own beside it, no parent-death signal, no exit record.
         if os.fork() == 0:
             time.sleep(600)
+        print("INFO 11-30 06:39:27 [loader.py:7] Loading shards")
         Life(run_dir, name).beat("serving")
-        serve(port, 503 if script == "unhealthy" else 200)
+        serve(port, 503 if script == "unhealthy" else 200, script == "labelled")
     bodies = {
         "train": lambda r, life: train(r, life, 10),
         "train_on": lambda r, life: train(r, life, 10**6),

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -11,6 +12,8 @@ from pathlib import Path
 import psutil
 import pytest
 
+from agrpo.launch.processes import Child
+from agrpo.launch.server import last_words
 from agrpo.launch.supervisor import MetricsTail
 
 SUPERVISE = str(Path(__file__).with_name("supervise_scripted.py"))
@@ -38,6 +41,13 @@ class Run:
             assert self.popen.poll() is None, self.popen.communicate()
             time.sleep(0.05)
         raise AssertionError(f"{name} never reached {phase}")
+
+    def await_line(self, pattern: str) -> None:
+        """Read on until a line of the console matches; steps are printed all the time, so this never waits for long."""
+        for line in self.popen.stdout:
+            if re.search(pattern, line):
+                return
+        raise AssertionError(f"the run ended without {pattern!r}: {self.popen.stderr.read()}")
 
     def await_all(self) -> dict[str, int]:
         phases = {"server": "serving", "trainer0": "training", "trainer1": "training", "rollout": "generating"}
@@ -86,6 +96,45 @@ def test_kill_of_one_process_ends_the_run_and_names_it(tmp_path, victim):
     assert code == (4 if victim == "server" else 1)
     for name in ALL:
         assert name in err  # the last sign of life of each
+
+
+def test_a_server_is_started_again_until_it_died_too_often(tmp_path):
+    """Also what it started is gone before its successor comes: `end` looks for it, and both want the same port."""
+    run = Run(tmp_path / "run", ("labelled", *ENDLESS[1:]), ("server.max_restarts=2",))
+    run.await_all()
+    for count in (1, 2):
+        os.kill(run.await_phase("server", "serving"), signal.SIGKILL)
+        run.await_line(rf"server: was killed by SIGKILL after \d+ s, restarting \({count} of 2\)")
+        run.await_line("Loading shards")  # of its log
+        run.await_line("healthy again")
+        run.await_line("has the weights of version 3")
+    os.kill(run.await_phase("server", "serving"), signal.SIGKILL)
+    code, _, err = run.end(startup_s=0)
+    assert code == 4
+    assert "was killed by SIGKILL; it was restarted 2 times within an hour (server.max_restarts=2)" in err
+    assert list((tmp_path / "run" / "checkpoints").iterdir())
+
+
+def test_a_server_whose_answers_name_no_weights_is_not_started_again(tmp_path):
+    run = Run(tmp_path / "run", ENDLESS)
+    os.kill(run.await_all()["server"], signal.SIGKILL)
+    code, out, err = run.end(startup_s=0)
+    assert code == 4 and "server was killed by SIGKILL." in err
+    assert "the server is not restarted if it dies" in out and "restarting" not in out
+
+
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        ("(EngineCore pid=7) INFO 11-30 06:39:27 [loader.py:7] Loading shards", "Loading shards"),
+        ("2026-11-30 06:39:27,123 agrpo.serve: serving m", "agrpo.serve: serving m"),
+        ("ValueError: no room\n\n  ^^^^\n", "ValueError: no room"),
+    ],
+)
+def test_the_last_words_of_a_log(tmp_path, line, words):
+    (tmp_path / "logs").mkdir()
+    (tmp_path / "logs" / "server.log").write_text(line + "\n")
+    assert last_words(Child("server", None, tmp_path)) == words
 
 
 def test_trainers_save_when_another_process_dies(tmp_path):
