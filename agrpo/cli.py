@@ -105,6 +105,34 @@ def serve(
         found[0]()
 
 
+SERVE_CHECK_HELP = """Check the servers of a configuration before any model is loaded. OVERRIDES are those of agrpo train.
+
+Each line says what was found and, where it is wrong, the flag or variable to start the server with. Ends with exit code
+0, or 4 if a check failed. agrpo train runs the same checks.
+
+\b
+Examples:
+  agrpo serve-check +recipe=deepmath server=external server.base_url=http://node7:8000
+  agrpo serve-check +recipe=deepmath server=vllm --probe      a server started by agrpo serve, with the model
+"""
+
+
+@app.command("serve-check", help=SERVE_CHECK_HELP)
+def serve_check(
+    overrides: Annotated[list[str] | None, typer.Argument(metavar="OVERRIDES", show_default=False)] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+    probe: Annotated[
+        bool, typer.Option("--probe", help="Also load the model, compare log-probs, and send the weights once.")
+    ] = False,
+    config_dir: Annotated[str | None, typer.Option(help="Folder with more YAML, as for train.")] = None,
+) -> None:
+    from agrpo.config import runner
+    from agrpo.launch import check
+
+    request = runner.Request(list(overrides or []), config_dir=config_dir)
+    _leave_with(lambda: runner.run(request, lambda job: check.serve_check(job, as_json, probe)))
+
+
 def start_job(job: Job) -> float | None:
     """Check one composed job, then plan or run it; the objective's value goes back to a sweeper (CLI-9)."""
     from agrpo import launch
