@@ -135,7 +135,10 @@ def test_tied_tensors_arrive_under_both_names(mechanism, make_server, tmp_path):
 def test_cache_setting_decides_whether_the_pause_clears_it(mechanism, make_server, tmp_path):
     for cache, cleared in (("reset", "true"), ("salt", "false"), ("keep", "false")):
         server = make_server(Gloo.receiver)
-        open_sender(mechanism, server, tmp_path, cache=cache).send(iter(make_tensors().items()), 1, no_barrier)
+        sender = open_sender(mechanism, server, tmp_path, cache=cache)
+        sender.send(iter(make_tensors().items()), 1, no_barrier)
+        assert server.clear_cache == "true"  # whatever it computed before it had weights of this run
+        sender.send(iter(make_tensors().items()), 2, no_barrier)
         assert server.clear_cache == cleared
 
 
