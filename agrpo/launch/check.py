@@ -68,7 +68,7 @@ def _probed(config: Config, urls: Sequence[str], run_dir: Path, rows: Sequence[R
     missing = [row.name for row in rows if row.status == "fail" and row.name in needed]
     if missing:
         return [Row(urls[0], "probe", "skip", f"needs {', '.join(dict.fromkeys(missing))}")]
-    from agrpo.launch.probe import probe
+    from agrpo.train.probe import probe
 
     return probe(config, urls, run_dir)
 
