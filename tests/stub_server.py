@@ -92,7 +92,7 @@ class Stub:
         return web.Response()
 
     async def report(self, _: web.Request) -> web.Response:
-        names = ("num_requests", "max_in_flight", "seen")
+        names = ("num_requests", "num_in_flight", "max_in_flight", "seen")
         return web.json_response({name: getattr(self, name) for name in names})
 
     async def generate(self, request: web.Request) -> web.StreamResponse:
@@ -177,7 +177,7 @@ def report(url: str) -> dict:
 
 async def serve(options: argparse.Namespace) -> None:
     stub = Stub(options.tokens, options.heads, options.bodies, bool(options.token_endpoint), options.mask, bool(options.versions))
-    runner = web.AppRunner(stub.app(), access_log=None)
+    runner = web.AppRunner(stub.app(), access_log=None, handler_cancellation=True)  # as real servers: gone is gone
     await runner.setup()
     site = web.TCPSite(runner, "127.0.0.1", 0)
     await site.start()

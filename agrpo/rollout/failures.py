@@ -9,6 +9,7 @@ from agrpo.errors import ServerError
 from agrpo.types import Rollout
 
 _log = logging.getLogger(__name__)
+NO_ERRORS = {"prompt_too_long", "stale"}  # reasons that say nothing about the health of the run
 _SHOWN = 10  # failures per reason written to the log in full; after them every hundredth
 
 
@@ -22,8 +23,8 @@ class Failures:
         self._seen: collections.Counter[str] = collections.Counter()
 
     def count(self, rollout: Rollout) -> None:
-        if rollout.failure == "prompt_too_long":
-            return  # says something about the data, nothing about the health of the run
+        if rollout.failure in NO_ERRORS:
+            return
         self._last.append(rollout.failure)
         if rollout.failure is None:
             return

@@ -98,7 +98,8 @@ class Loop:
             match message:
                 case wire.VersionUpdate():
                     self._policy.version = message.version
-                    self._places.cap.synced()
+                    self._watch.synced()
+                    self._slots.give_up_stale()
                 case wire.Credit():
                     self.admission.credit(
                         message.taken_tokens, message.pulled_tokens, message.limit_tokens, message.gate_closed
@@ -181,8 +182,9 @@ class Loop:
         """All slots at once; one that fails neither cancels nor loses the others (AREAL-WF-40)."""
         versions: list[int] = []
 
-        def start() -> None:
+        def start() -> int:
             versions.append(self._policy.version)
+            return versions[0]
 
         async def play(slot: int) -> Rollout:
             rollout = await self._slots.play(prompt, group_id, slot, None, prompt_ids, places[slot], start)

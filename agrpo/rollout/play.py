@@ -13,7 +13,8 @@ import numpy as np
 
 from agrpo.errors import AgrpoError, RolloutFailure, ServerError
 from agrpo.rollout.concurrency import Places
-from agrpo.rollout.failures import Failures
+from agrpo.rollout.failures import NO_ERRORS, Failures
+from agrpo.rollout.staleness import STALE, Running, VersionWindow
 from agrpo.types import Prompt, Rollout
 
 _log = logging.getLogger(__name__)
@@ -22,10 +23,24 @@ _log = logging.getLogger(__name__)
 class Slots:
     """Plays rollouts below the cap and knows which are in flight."""
 
-    def __init__(self, player: Any, client: Any, places: Places, failures: Failures, aborts_on_error: bool):
+    def __init__(
+        self,
+        player: Any,
+        client: Any,
+        places: Places,
+        failures: Failures,
+        aborts_on_error: bool,
+        window: VersionWindow | None = None,
+        dates_by_group: bool = False,
+        pin: Callable[[Any], Any] = lambda generate: generate,
+    ):
+        """`pin` is called once per rollout, at its start, and gives what the rollout generates with.
+
+        `window`: rollouts that have left it are given up; `dates_by_group`: their group's version counts for it."""
         self._player, self._client, self._places, self._failures = player, client, places, failures
-        self._aborts_on_error = aborts_on_error
-        self.in_flight: dict[tuple[int, int], float] = {}  # group id and slot -> time.monotonic() at its start
+        self._aborts_on_error, self._window, self._dates_by_group = aborts_on_error, window, dates_by_group
+        self._pin = pin
+        self.in_flight: dict[tuple[int, int], Running] = {}  # by group id and slot
 
     async def play(
         self,
@@ -35,39 +50,56 @@ class Slots:
         temperature: float | None = None,
         prompt_ids: np.ndarray | None = None,
         place: asyncio.Future[None] | None = None,
-        on_start: Callable[[], None] | None = None,
+        on_start: Callable[[], int] | None = None,
     ) -> Rollout:
-        """The rollout, usable or not. `place` was asked for before; `on_start` is called when the rollout begins."""
+        """The rollout, usable or not. `place` was asked for before.
+
+        `on_start` is called when the rollout begins and gives its group's version; one without it is never too old.
+        """
         await (place or self._places.ask())
+        running = self.in_flight[group_id, slot] = Running()
+        generate = self._pin(functools.partial(self._client.generate, temperature=temperature))
         if on_start is not None:
-            on_start()
-        began = self.in_flight[group_id, slot] = time.monotonic()
-        generate = functools.partial(self._client.generate, temperature=temperature)
+            group_version = on_start()
+            if self._window is not None:
+                running.group_version = group_version if self._dates_by_group else None
+                generate = running.watched(generate, self._window)
         try:
             rollout = await self._player.play(prompt, generate, group_id, slot, prompt_ids)
         except RolloutFailure as failure:
-            rollout = _unusable(failure.reason, failure.text, began)
+            rollout = _unusable(failure.reason, failure.text, running)
         except AgrpoError:
             raise
         except Exception as error:
             _log.debug("rollout %d.%d raised", group_id, slot, exc_info=True)
-            rollout = _unusable("error", f"{type(error).__name__}: {error}", began)
+            rollout = _unusable("error", f"{type(error).__name__}: {error}", running)
         finally:
             del self.in_flight[group_id, slot]
             self._places.give_back()
-        if rollout.failure is not None and self._aborts_on_error:
+        if running.is_given_up and rollout.failure != STALE:
+            # Whatever the player made of the request that was taken back, the rollout is not whole.
+            rollout = _unusable(STALE, self._window.text(running), running)
+        if rollout.failure is not None and rollout.failure not in NO_ERRORS and self._aborts_on_error:
             text = f"rollout {group_id}.{slot} failed ({rollout.failure}) and rollout.on_error=abort"
             raise ServerError(f"{text}: {rollout.failure_text}")
         self._failures.count(rollout)
         return rollout
 
+    def give_up_stale(self) -> None:
+        """A new version is served: take back the requests of rollouts that are too old for it."""
+        if self._window is not None:
+            for running in self.in_flight.values():
+                if self._window.is_over(running):
+                    running.give_up()
+
     def oldest_text(self) -> str:
         """The rollout that has been in flight longest, in words."""
         if not self.in_flight:
             return "none in flight"
-        (group_id, slot), since = min(self.in_flight.items(), key=lambda item: item[1])
-        return f"{len(self.in_flight)} in flight, the oldest is {group_id}.{slot} for {time.monotonic() - since:.0f} s"
+        (group_id, slot), oldest = min(self.in_flight.items(), key=lambda item: item[1].began)
+        since_s = time.monotonic() - oldest.began
+        return f"{len(self.in_flight)} in flight, the oldest is {group_id}.{slot} for {since_s:.0f} s"
 
 
-def _unusable(reason: str, text: str, began: float) -> Rollout:
-    return Rollout((), [], failure=reason, failure_text=text, duration_s=time.monotonic() - began)
+def _unusable(reason: str, text: str, running: Running) -> Rollout:
+    return Rollout((), [], failure=reason, failure_text=text, duration_s=time.monotonic() - running.began)

@@ -2,6 +2,9 @@
 
 import asyncio
 
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
 from agrpo.rollout.concurrency import Cap, Places
 
 
@@ -122,3 +125,47 @@ def test_places_are_handed_out_in_order_and_a_lower_cap_only_stops_new_ones():
         assert places.has_room and places.cap.num_in_flight == 0
 
     asyncio.run(run())
+
+
+EVENTS = st.one_of(
+    st.sampled_from(["start", "complete", "sync"]),
+    st.tuples(st.floats(0, 1), st.integers(0, 2), st.booleans()),
+)
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.integers(1, 40), st.integers(1, 40), st.booleans(), st.lists(EVENTS, max_size=400))
+def test_whatever_happens_the_cap_keeps_its_rules(maximum, value, only_when_reached, events):
+    """The rules, counted again from outside: CONC-1, CONC-4 to CONC-8, CONC-11."""
+    cap = Cap(maximum, min(value, maximum), only_when_reached)
+    completed, peak, to_skip, drained = 0, 0, False, True
+    for event in events:
+        before, running = cap.value, cap.num_in_flight
+        if event == "start":
+            if cap.has_room:
+                cap.started()
+            assert cap.num_in_flight <= max(running, cap.value)
+        elif event == "complete":
+            if running:
+                cap.completed()
+                completed += 1
+        elif event == "sync":
+            cap.synced()
+            to_skip = True
+        else:
+            usage, waiting, paused = event
+            counts = not paused and not to_skip
+            to_skip = paused
+            assert cap.poll(usage, waiting, paused) == counts
+            if cap.value > before:
+                assert counts and usage < 0.6 and waiting == 0 and completed >= before
+                assert cap.value == min(max(before + 1, before * 5 // 4), maximum)
+                assert peak >= before or not only_when_reached
+            if cap.value < before:
+                assert counts and usage > 0.8 and drained and cap.value == max(1, before * 7 // 10)
+            assert cap.num_in_flight == running  # nothing is interrupted
+            if cap.value != before:
+                completed, peak, drained = 0, 0, cap.value > before
+        assert 1 <= cap.value <= maximum
+        peak = max(peak, cap.num_in_flight)
+        drained |= cap.num_in_flight <= cap.value

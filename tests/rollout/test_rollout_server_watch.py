@@ -3,10 +3,13 @@
 import asyncio
 import logging
 
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
 from agrpo.errors import ServerError
 from agrpo.metrics.window import Window
 from agrpo.rollout.concurrency import Cap, Places
-from agrpo.rollout.server_watch import ServerWatch
+from agrpo.rollout.server_watch import PollTimes, ServerWatch
 from agrpo.sampler.load import ServerLoad
 
 
@@ -73,3 +76,76 @@ def test_failed_polls_change_nothing_and_warn_once(caplog):
         watch([ServerError("no answer")] * 20, cap)
     assert cap.value == 32
     assert len(caplog.records) == 1 and "12 polls" in caplog.text
+
+
+def test_a_server_that_is_down_or_new_among_several_counts_no_preemptions_twice():
+    polls = [{"a": 5.0, "b": 7.0}, {"a": 6.0}, {"a": 6.0, "b": 9.0}, {"a": 6.0, "b": 1.0, "c": 100.0}]
+    entries = [ServerLoad(0.7, 5.0, 0.0, counts, 1000) for counts in polls]
+    record = watch([*entries, entries[-1]], Cap(64, 32))
+    assert record["rollout/vllm_preemption_count"] == 1 + 2 + 1
+
+
+def counted_looks(interval, period, pause, num_syncs, jitter=lambda i: 1.0):
+    """Simulated times: syncs end every `period` and hold the servers for `pause` before; per gap, the looks that count."""
+    times, cap = PollTimes(interval, interval), Cap(64, 64)
+    now, gaps, syncs = 0.0, [], []
+    for i in range(num_syncs):
+        end = now + period * jitter(i)
+        counted, last = 0, now
+        while times.due < end:
+            moment = times.due
+            assert moment - last <= interval + 1e-9  # never rarer than asked for
+            is_paused = moment >= end - pause
+            times.looked(moment, is_paused)
+            counted += cap.poll(0.7, 0, is_paused)
+            last = moment
+        now = end
+        cap.synced()
+        times.synced(now)
+        gaps.append(counted)
+        syncs.append(now)
+    return gaps
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.floats(0.3, 60.0), st.floats(0.0, 0.9), st.floats(0.5, 10.0))
+def test_however_fast_the_syncs_follow_each_other_some_looks_count(period, share, interval):
+    gaps = counted_looks(interval, period, share * period, 40)
+    # Once the time between two syncs and the share of it that the servers run are known, every gap has one.
+    assert all(counted >= 1 for counted in gaps[12:])
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.lists(st.floats(0.5, 1.0), min_size=40, max_size=40), st.floats(0.5, 4.0))
+def test_syncs_of_uneven_distance_leave_looks_that_count(factors, period):
+    gaps = counted_looks(5.0, period, 0.1 * period, 40, lambda i: factors[i])
+    assert sum(counted >= 1 for counted in gaps[2:]) >= 0.9 * len(gaps[2:])
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.floats(0.2, 30.0), st.lists(st.floats(0.05, 20.0), min_size=1, max_size=30))
+def test_between_a_sync_and_the_look_that_counts_lies_another_look(interval, distances):
+    times, now = PollTimes(interval, interval), 0.0
+    for distance in distances:
+        now += distance
+        times.synced(now)
+        first = times.due
+        assert now < first <= now + interval
+        times.looked(first, False)
+        assert first < times.due <= first + interval
+
+
+def test_a_sync_sets_the_time_of_the_next_look_while_the_watch_sleeps():
+    async def run():
+        client = Scripted([load()])
+        watch = ServerWatch(client, Cap(64, 64), Places(Cap(64, 64)), 3600.0, Window(strict=True))
+        job = asyncio.create_task(watch.run())
+        watch.synced()
+        await asyncio.sleep(0.05)
+        watch.synced()
+        async with asyncio.timeout(10):
+            while client.num_polls < 2:
+                await asyncio.sleep(0.01)
+        job.cancel()
+
+    asyncio.run(run())
