@@ -86,15 +86,20 @@ def _run(run: Run, devices: Devices) -> Iterator[str]:
 
 def _output_dir(run: Run) -> Iterator[str]:
     folder = Path(run.output_dir).expanduser()
-    existing = next(p for p in [folder, *folder.parents] if p.exists())
-    if not existing.is_dir():
-        yield f"run.output_dir: {folder} cannot be created because {existing} is a file; choose another folder"
-    elif not os.access(existing, os.W_OK) or str(existing.resolve()).startswith(("/proc", "/sys")):
-        yield f"run.output_dir: {folder} cannot be written; choose a folder you may write to"
-    elif run.resume is None and (folder / "metrics.jsonl").exists():
+    faults = list(_writable("run.output_dir", folder))
+    yield from faults
+    if not faults and run.resume is None and (folder / "metrics.jsonl").exists():
         yield (
             f"run.output_dir: {folder} already holds a run; continue it with run.resume=auto, or choose another folder"
         )
+
+
+def _writable(key: str, folder: Path) -> Iterator[str]:
+    existing = next(p for p in [folder, *folder.parents] if p.exists())
+    if not existing.is_dir():
+        yield f"{key}: {folder} cannot be created because {existing} is a file; choose another folder"
+    elif not os.access(existing, os.W_OK) or str(existing.resolve()).startswith(("/proc", "/sys")):
+        yield f"{key}: {folder} cannot be written; choose a folder you may write to"
 
 
 def _device_split(split: dict[str, list[int]], num_gpus: int) -> Iterator[str]:
@@ -113,16 +118,16 @@ def _rollout(config: Config) -> Iterator[str]:
     rollout = config.rollout
     if rollout.dump_to_file and rollout.fileroot is None:
         yield "rollout.dump_to_file=true needs a folder: set rollout.fileroot=FOLDER"  # COMPAT-35
+    if rollout.dump_to_file and rollout.fileroot is not None:
+        yield from _writable("rollout.fileroot", Path(rollout.fileroot).expanduser())
     for key in ("experiment_name", "trial_name"):
         name = getattr(rollout, key)
         if name is not None and not re.fullmatch(r"[\w.-]+", name):
             yield f"rollout.{key} must be a plain folder name (letters, digits, - _ .), got {name!r}"
     if rollout.accept_fn:
         yield from _importable("rollout.accept_fn", rollout.accept_fn)
-    unused = {"loop": None, "dump_to_file": False}
-    for key, neutral in unused.items():
-        if getattr(rollout, key) != neutral:
-            yield f"rollout.{key} is not used by this version; leave it {'false' if neutral is False else 'null'}"
+    if rollout.loop is not None:
+        yield "rollout.loop is not used by this version; leave it null"
 
 
 def _checkpoint(config: Config) -> Iterator[str]:
@@ -224,8 +229,6 @@ def _without_effect(config: Config) -> Iterator[str]:
             "logger.num_completions_to_print is not used by this version; leave it null: logger.log_completions=true writes "
             "completions.jsonl in the run folder"
         )
-    if getattr(config.sync, "cache", None) == "salt":
-        yield "sync.cache=salt is not used by this version; use reset, or keep"
 
 
 def _importable(key: str, path: str) -> Iterator[str]:

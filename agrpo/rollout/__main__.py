@@ -74,10 +74,12 @@ async def run(config: Any, run_dir: Path, life: Life) -> None:
             max_connections=config.rollout.max_concurrent_rollouts,
             centering=config.loss.wants_head,
             metrics=window,
-            is_synced=True,  # the trainer listens only once its first weights have arrived
+            # The trainer listens only once its first weights have arrived; adapters leave the server's own as they were.
+            is_synced=not link.start.adapters,
+            salts_cache=getattr(config.sync, "cache", None) == "salt",
         )
         stack.push_async_callback(client.close)
-        player = open_player(config, tokenizer, client.max_model_len, eos_ids)
+        player = open_player(config, tokenizer, client.max_model_len, eos_ids, lambda: policy.version)
         await start_player(player, stack)
         if hasattr(player, "check_rows"):
             await asyncio.to_thread(player.check_rows, rows)
@@ -149,13 +151,9 @@ async def build_loop(
     dump: Any = None,
 ) -> Any:
     """The producing loop with every part it works with."""
-    from agrpo.config import locate
     from agrpo.data.prompts import prompts_of
     from agrpo.rollout.concurrency import Cap, Places
-    from agrpo.rollout.failures import Failures
-    from agrpo.rollout.judge import Judge
     from agrpo.rollout.loop import Loop
-    from agrpo.rollout.play import Slots
     from agrpo.rollout.server_watch import ServerWatch
 
     settings = config.rollout
@@ -170,25 +168,13 @@ async def build_loop(
     prompts = prompts_of(rows, config.data.shuffle, _seed(config.data.seed, config.run.seed))
     _log.info(text, client.model_name, ", ".join(client.urls), client.max_model_len, cap.value)
     places = Places(cap)
-    failures = Failures(settings.max_failure_frac, settings.failure_window)
     return Loop(
         settings=settings,
         prompts=prompts,
         player=player,
         client=client,
-        judge=Judge(
-            scorer,
-            config.advantage,
-            settings,
-            config.sampler.max_completion_length,
-            config.scorer.queue_size,
-            config.scorer.max_concurrent_groups,
-            locate(settings.accept_fn) if settings.accept_fn else None,
-            window,
-            completions,
-            dump,
-        ),
-        slots=Slots(player, client, places, failures, settings.on_error == "abort"),
+        judge=_judge(config, scorer, window, completions, dump),
+        slots=_slots(config, player, client, places, link, policy),
         places=places,
         watch=ServerWatch(client, cap, places, settings.concurrency.poll_interval, window),
         link=link,
@@ -196,6 +182,55 @@ async def build_loop(
         evaluations={name: (e, prompts_of(e.data.open(), False, 0)) for name, e in config.eval.items()},
         window=window,
         life=life,
+    )
+
+
+def _slots(config: Any, player: Any, client: Any, places: Any, link: Any, policy: Any) -> Any:
+    """Who plays rollouts, and which of them are given up."""
+    from agrpo.rollout.failures import Failures
+    from agrpo.rollout.play import Slots
+    from agrpo.rollout.staleness import VersionWindow
+
+    settings = config.rollout
+    return Slots(
+        player,
+        client,
+        places,
+        Failures(settings.max_failure_frac, settings.failure_window),
+        settings.on_error == "abort",
+        VersionWindow(lambda: policy.version, settings.max_staleness),
+        settings.staleness_stamp == "group",
+        **_pin(config, link, policy),
+    )
+
+
+def _pin(config: Any, link: Any, policy: Any) -> dict[str, Any]:
+    """Where versions are adapters, each rollout keeps the one it began with."""
+    from agrpo.rollout.adapters import Adapters
+
+    if not link.start.adapters:
+        return {}
+    adapters = Adapters(
+        link.start.adapters, lambda: policy.version, config.rollout.max_staleness, config.server.timeout
+    )
+    return {"pin": adapters.pinned}
+
+
+def _judge(config: Any, scorer: Any, window: Any, completions: Any, dump: Any) -> Any:
+    from agrpo.config import locate
+    from agrpo.rollout.judge import Judge
+
+    return Judge(
+        scorer,
+        config.advantage,
+        config.rollout,
+        config.sampler.max_completion_length,
+        config.scorer.queue_size,
+        config.scorer.max_concurrent_groups,
+        locate(config.rollout.accept_fn) if config.rollout.accept_fn else None,
+        window,
+        completions,
+        dump,
     )
 
 

@@ -65,10 +65,11 @@ class Client:
         metrics: Any,
         retry_wait_s: float,
         is_synced: bool = False,
+        salts_cache: bool = False,
     ):
         self.sampler, self.urls, self.model_name = sampler, [u.rstrip("/") for u in urls], model_name
         self.max_model_len = 0  # tokens, set by look_up
-        self.is_synced = is_synced
+        self.is_synced, self.salts_cache = is_synced, salts_cache
         self._http = Connection(timeout_s, max_connections)
         self._servers = Servers(self.urls, self._looks_well, retry_wait_s)
         self._run_seed, self._version, self._metrics = run_seed, version, metrics
@@ -115,10 +116,19 @@ class Client:
         return await self._http.get_json(self.urls[0], "/server_info?config_format=json")
 
     async def generate(
-        self, prompt_ids: np.ndarray, key: Key, max_tokens: int | None = None, temperature: float | None = None
+        self,
+        prompt_ids: np.ndarray,
+        key: Key,
+        max_tokens: int | None = None,
+        temperature: float | None = None,
+        model: str | None = None,
     ) -> Turn:
-        """Sample one turn after `prompt_ids` ([p] int32); RolloutFailure with a typed reason if it cannot be had."""
+        """Sample one turn after `prompt_ids` ([p] int32); RolloutFailure with a typed reason if it cannot be had.
+
+        `model` names an adapter, null the served model itself.
+        """
         request = self._request(prompt_ids, self._limit(prompt_ids, max_tokens), temperature)
+        request["model"] = model or self.model_name
         tries = _Tries(self.sampler.max_retries, self._timeout_s, self._retry_wait_s)
         for attempt in itertools.count():
             server = await self._server(key[0], tries)
@@ -169,7 +179,7 @@ class Client:
             "frequency_penalty": 0.0,
             "logprobs": self._num_heads,
         }
-        return {"prompt": prompt_ids.tolist(), "params": params}
+        return {"model": self.model_name, "prompt": prompt_ids.tolist(), "params": params}
 
     async def _attempt(self, server: Server, prompt_ids: np.ndarray, key: Key, request: dict, attempt: int) -> Turn:
         # The most likely token (temperature 0, an evaluation) is drawn from no candidate set.
@@ -204,12 +214,17 @@ class Client:
             headers["X-data-parallel-rank"] = str(engine)
         if server.speaks_tokens:
             request_id = f"{group_id}-{slot}-{turn}-{attempt}"
-            body = {"request_id": request_id, "model": self.model_name, "token_ids": request["prompt"]}
+            body = {"request_id": request_id, "model": request["model"], "token_ids": request["prompt"]}
             body["sampling_params"] = params
+            body |= self._salt(expected)
             return turn_of_tokens(await self._http.sample(server.url + TOKEN_PATH, body, headers, is_probe), expected)
-        body = {"model": self.model_name, "prompt": request["prompt"], "n": 1, **params}
-        body |= {"return_token_ids": True, "return_tokens_as_token_ids": True}
+        body = {"model": request["model"], "prompt": request["prompt"], "n": 1, **params}
+        body |= {"return_token_ids": True, "return_tokens_as_token_ids": True, **self._salt(expected)}
         return turn_of_text(await self._http.sample(server.url + TEXT_PATH, body, headers, is_probe), expected)
+
+    def _salt(self, expected: Expected) -> dict[str, str]:
+        """A prefix cache of its own for each version, where syncs leave the caches as they are (SYNC-13)."""
+        return {"cache_salt": str(expected.version)} if self.salts_cache else {}
 
     async def _looks_well(self, server: Server) -> bool:
         """Healthy, and before it is used again with weights of a version: one token is asked for to see its label."""

@@ -54,17 +54,19 @@ class Vllm:
         metrics: Any,
         retry_wait_s: float = 1.0,
         is_synced: bool = False,
+        salts_cache: bool = False,
     ) -> Client:
         """A client of the running servers; ServerError if one lacks what is needed, or is silent for `timeout_s`.
 
         `is_synced`: the run has sent its weights, so tokens of any other weights are refused and asked for again.
+        `salts_cache`: requests of different versions share no prefix cache.
         """
         from agrpo.sampler.client import Client
         from agrpo.sampler.connection import Unreachable
 
         client = Client(
             self, urls, model_name, run_seed, version, timeout_s, max_connections, centering, metrics, retry_wait_s,
-            is_synced,
+            is_synced, salts_cache,
         )  # fmt: skip
         deadline = time.monotonic() + timeout_s
         try:

@@ -54,6 +54,17 @@ class ServerControl:
             raise kind(f"{where} answered {status}: {_error_text(text)}")
         return _decoded(text)
 
+    def offers(self, url: str, path: str) -> bool:
+        """True if this server has the endpoint; a GET of one that takes only POST answers 405, a missing one 404."""
+        try:
+            self.request(url, "GET", path)
+        except MissingEndpoint:
+            return False
+        except ServerError as error:
+            if "answered" not in str(error):
+                raise
+        return True
+
     def begin(self, path: str, bodies: Sequence[Any]) -> list[Future]:
         """Start one POST per server, each in a daemon thread; a hung server cannot keep the process alive."""
         calls = []

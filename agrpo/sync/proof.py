@@ -13,6 +13,7 @@ import numpy as np
 
 from agrpo.errors import ServerError
 from agrpo.sync.control import ServerControl
+from agrpo.sync.session import PLUGIN
 
 # Where both sides compute in this dtype, equal weights agree much better than `server.parity_limit` asks.
 EXACT_DTYPES = {"float32": 1e-3}
@@ -55,14 +56,15 @@ class Proof:
         self.num_tokens, self.num_alternatives = num_tokens, num_alternatives
         self._last: dict[str, Answer] = {}
 
-    def check(self, trainer_logprobs: TrainerLogprobs, version: int) -> float:
+    def check(self, trainer_logprobs: TrainerLogprobs, version: int, model: str | None = None) -> float:
         """Mean abs(trainer - server log-prob), the worst over the servers; all ranks call it, all get the result.
 
-        Raises ServerError above the limit (null = measure only), with what the difference looks like.
+        `model` is what to ask for where a version has a name of its own. Raises ServerError above the limit (null =
+        measure only), with what the difference looks like.
         """
         worst = 0.0
         for url in self.server.urls:
-            answer, failure = self._shared(lambda url=url: self._ask(url))
+            answer, failure = self._shared(lambda url=url: self._ask(url, model or self.model))
             if failure is not None:
                 raise ServerError(failure)
             sequence = np.concatenate([np.asarray(self.prompt_ids, np.int32), answer.output_ids])
@@ -86,13 +88,13 @@ class Proof:
             f"over {difference.size} values, limit {limit:g} ({why}); {reading}"
         )
 
-    def _ask(self, url: str) -> tuple[Answer | None, str | None]:
+    def _ask(self, url: str, model: str | None) -> tuple[Answer | None, str | None]:
         params = {
             "temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0, "seed": SEED, "max_tokens": self.num_tokens,
             "logprobs": self.num_alternatives,
         }  # fmt: skip
         try:
-            choice = self.server.generate(url, self.prompt_ids, self.model, params)
+            choice = self.server.generate(url, self.prompt_ids, model, params)
             return parse_answer(choice, self.num_alternatives), None
         except ServerError as error:
             return None, f"the proof that weights arrived got no answer: {error}"
@@ -140,14 +142,15 @@ def read_difference(answer: Answer, last: Answer | None, difference: np.ndarray)
         return "some values are not finite: the weights or the answer are broken"
     if last is not None and answer.ids.shape == last.ids.shape and np.array_equal(answer.ids, last.ids):
         if np.abs(answer.sampler_logprobs - last.sampler_logprobs).max() <= SAME:
-            return "the server answers exactly as before the sync: nothing arrived"
+            return "nothing changed: the server answers exactly as at the last proof, so nothing arrived"
     center = float(np.median(difference))
     if np.abs(difference - center).mean() < 0.25 * abs(center):
         return (
-            f"all values are shifted alike, by {center:+.3g}: the server's log-probs are not those of the plain "
-            "softmax at temperature 1 (check --logprobs-mode processed_logprobs)"
+            f"all shifted: every value is off by about {center:+.3g}, so the server's log-probs are not those of the "
+            "plain softmax at temperature 1 (check --logprobs-mode processed_logprobs)"
         )
     return (
-        "the values differ from one another: some weights did not arrive, or arrived under another name (tied "
-        "embeddings, packed copies), or the server runs another model"
+        "partly changed: the values differ from one another, so some weights did not arrive, or arrived under another "
+        "name, or the server runs another model. vLLM's CPU build keeps a packed copy of tied embeddings, which only "
+        f"agrpo's plug-in refreshes: start it with agrpo serve, or with {PLUGIN} on its PYTHONPATH"
     )
