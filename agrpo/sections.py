@@ -69,6 +69,17 @@ class Concurrency:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Agent:
+    export_style: str = setting(
+        "concat",
+        "concat: the answers of a conversation are one sample; individual: a sample per answer",
+        choices=("concat", "individual"),
+    )
+    turn_discount: float = setting(1.0, "factor per answer by which later rewards count for earlier answers", ge=0, le=1)
+    time_limit: float | None = setting(600.0, "seconds one rollout of an agent may take; null = no limit", gt=0)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Rollout:
     group_size: int = setting(8, "rollouts per prompt", ge=1)
     max_concurrent_rollouts: int = setting(512, "upper bound of rollouts in flight", ge=1)
@@ -92,11 +103,13 @@ class Rollout:
     loop_config: dict[str, Any] = setting(doc="free settings for that loop", factory=dict)
     workflow: str | None = setting(None, "import path of a workflow or agent")
     workflow_kwargs: dict[str, Any] | None = setting(None, "arguments of the workflow class")
+    agent: Agent = setting(doc="how an agent's rollouts are run and exported", factory=Agent)
     accept_fn: str | None = setting(None, "import path of a function that accepts or drops a finished group")
     min_usable_group_size: int | None = setting(None, "usable rollouts a group needs; null = derived", ge=1)
     drop_incomplete_group: bool = setting(False, "drop a group with any unusable rollout")
     check_format: int = setting(16, "number of first episodes whose result is checked", ge=0)
     dump_to_file: bool = setting(False, "write every finished group to a JSONL file under fileroot")
+    dump_keep_versions: int | None = setting(None, "version folders of the dump to keep, the newest; null = all", ge=1)
     fileroot: str | None = setting(None, "folder of the dump")
     experiment_name: str | None = setting(None, "first folder of the dump; null = the recipe's name, else default")
     trial_name: str | None = setting(None, "second folder of the dump; null = the run's name")

@@ -21,6 +21,7 @@ from agrpo.errors import AgrpoError, ContractError
 from agrpo.rollout import report
 from agrpo.rollout.completions import CompletionLog
 from agrpo.rollout.concurrency import Places
+from agrpo.rollout.dump import Dump
 from agrpo.types import Group, ReadyGroup
 
 _log = logging.getLogger(__name__)
@@ -32,6 +33,14 @@ class Dropped(Exception):
     def __init__(self, reason: str):
         super().__init__(reason)
         self.reason = reason
+
+
+@dataclasses.dataclass(slots=True)
+class _Judged:
+    """How far a group has come: scored or not, with the advantages of its rows where they are known."""
+
+    group: Group
+    advantages: np.ndarray | None = None
 
 
 class Judge:
@@ -48,8 +57,9 @@ class Judge:
         accept: Callable[[Group], Any] | None,
         window: Any,
         completions: CompletionLog | None = None,
+        dump: Dump | None = None,
     ):
-        self._completions = completions
+        self._completions, self._dump = completions, dump
         self._scorer, self._advantage, self._settings, self._window = scorer, advantage, settings, window
         self._max_completion_length, self._accept = max_completion_length, accept
         self._queue_size = queue_size
@@ -59,10 +69,25 @@ class Judge:
         self.num_scoring = 0
 
     async def ready(self, group: Group, places: Places) -> ReadyGroup:
-        self._check_size(group)
-        scored = await self._after_queue(group, places)
+        judged = _Judged(group)
+        try:
+            ready = await self._judged(judged, places)
+        except Dropped as dropped:
+            await self._record(judged, dropped.reason)
+            raise
+        await self._record(judged, None)
+        return ready
+
+    async def _record(self, judged: _Judged, dropped: str | None) -> None:
+        if self._dump is not None:
+            await self._dump.write(judged.group, dropped=dropped, advantages=judged.advantages)
+
+    async def _judged(self, judged: _Judged, places: Places) -> ReadyGroup:
+        self._check_size(judged.group)
+        judged.group = scored = await self._after_queue(judged.group, places)
         scores = self._advantage.scores(scored, self._max_completion_length)
         advantages, of_rows = self._advantage.of(scores), self._advantage.of_rows(scores)
+        judged.advantages = None if self._advantage.needs_step else of_rows
         # Decided on the rewards, never on the advantages: no advantage function can save a group without signal (ADV-6).
         reason = self._advantage.drop_reason(scores.references)
         report.record_scored(self._window, scored, self._advantage.has_signal(scores.references), reason is not None)
@@ -116,9 +141,12 @@ class Judge:
         """The group of an evaluation with rewards; without any where scoring failed."""
         async with self._scoring:
             try:
-                return await self._rewarded(group)
+                group = await self._rewarded(group)
             except Dropped:
-                return group
+                pass
+        if self._dump is not None:
+            await self._dump.write(group, is_eval=True)
+        return group
 
     async def _rewarded(self, group: Group) -> Group:
         self.num_scoring += 1
