@@ -11,9 +11,11 @@ from __future__ import annotations
 
 import inspect
 import logging
+from collections.abc import Callable
 from typing import Any
 
 from agrpo.config import locate
+from agrpo.env.workflow import GenerationHyperparameters
 from agrpo.errors import ConfigError, ContractError
 
 _log = logging.getLogger(__name__)
@@ -55,8 +57,9 @@ def _kwargs_problems(path: str, target: Any, kwargs: dict[str, Any] | None) -> l
     """Arguments that the class does not take, found without making an instance."""
     if not isinstance(target, type):
         return []
+    kwargs = kwargs or {}
     try:
-        inspect.signature(target).bind(**(kwargs or {}))
+        inspect.signature(target).bind(**kwargs, **dict.fromkeys(_given_by_the_run(target, kwargs)))
     except TypeError as error:
         return [f"rollout.workflow_kwargs does not fit {path}{inspect.signature(target)}: {error}"]
     except ValueError:
@@ -69,8 +72,17 @@ def is_workflow(target: Any) -> bool:
     return callable(getattr(target, "arun_episode", None))
 
 
-def open_player(config: Any, tokenizer: Any, max_model_len: int, eos_ids: frozenset[int]) -> Any:
-    """The player of this run. ConfigError as `problems`; ContractError if the user's class cannot be instantiated."""
+def open_player(
+    config: Any,
+    tokenizer: Any,
+    max_model_len: int,
+    eos_ids: frozenset[int],
+    version: Callable[[], int] = lambda: 0,
+) -> Any:
+    """The player of this run; `version` tells which weights the servers hold.
+
+    ConfigError as `problems`; ContractError if the user's class cannot be instantiated.
+    """
     rollout = config.rollout
     if rollout.workflow is None:
         return config.env.open(tokenizer, config.sampler, max_model_len, eos_ids, run_seed=config.run.seed)
@@ -78,44 +90,50 @@ def open_player(config: Any, tokenizer: Any, max_model_len: int, eos_ids: frozen
     if lines:
         raise ConfigError(lines)
     target = locate(rollout.workflow)
-    kind = _workflow_player if is_workflow(target) else _agent_player
-    return kind(config, _instance(rollout, target), tokenizer, max_model_len, eos_ids)
+    owner = _instance(config, target, tokenizer)
+    facts = {"tokenizer": tokenizer, "sampler": config.sampler, "max_model_len": max_model_len, "eos_ids": eos_ids}
+    if not is_workflow(target):
+        from agrpo.env.agent import AgentPlayer
+
+        return AgentPlayer(owner, **facts, settings=rollout, seed=config.run.seed)
+    from agrpo.env.workflow_player import WorkflowPlayer
+
+    return WorkflowPlayer(
+        owner,
+        **facts,
+        settings=rollout,
+        centering=config.loss.wants_head,
+        needs_all_rewards=getattr(config.advantage, "rollout_time_norm", False),
+        version=version,
+    )
 
 
-def _instance(rollout: Any, target: Any) -> Any:
+def _instance(config: Any, target: Any, tokenizer: Any) -> Any:
+    rollout = config.rollout
     if not isinstance(target, type):
         if rollout.workflow_kwargs:
             _log.warning("rollout.workflow_kwargs is ignored: %s is an instance already", rollout.workflow)
         return target
+    kwargs = dict(rollout.workflow_kwargs or {})
+    own = {"tokenizer": lambda: tokenizer, "gconfig": lambda: _gconfig(config.sampler)}
+    kwargs |= {name: own[name]() for name in _given_by_the_run(target, kwargs)}
     try:
-        return target(**(rollout.workflow_kwargs or {}))
+        return target(**kwargs)
     except Exception as error:
         raise ContractError(f"rollout.workflow: {rollout.workflow}() raised {type(error).__name__}: {error}") from error
 
 
-def _workflow_player(config: Any, workflow: Any, tokenizer: Any, max_model_len: int, eos_ids: frozenset[int]) -> Any:
-    from agrpo.env.workflow_player import WorkflowPlayer
-
-    return WorkflowPlayer(
-        workflow,
-        tokenizer=tokenizer,
-        sampler=config.sampler,
-        max_model_len=max_model_len,
-        eos_ids=eos_ids,
-        settings=config.rollout,
-        centering=config.loss.wants_head,
-    )
+def _given_by_the_run(cls: type, kwargs: dict[str, Any]) -> list[str]:
+    """Arguments that a configuration file cannot hold: the tokenizer and the sampling settings of the run."""
+    parameters = inspect.signature(cls).parameters
+    return [name for name in ("tokenizer", "gconfig") if name in parameters and name not in kwargs]
 
 
-def _agent_player(config: Any, agent: Any, tokenizer: Any, max_model_len: int, eos_ids: frozenset[int]) -> Any:
-    from agrpo.env.agent import AgentPlayer
-
-    return AgentPlayer(
-        agent,
-        tokenizer=tokenizer,
-        sampler=config.sampler,
-        max_model_len=max_model_len,
-        eos_ids=eos_ids,
-        settings=config.rollout,
-        seed=config.run.seed,
+def _gconfig(sampler: Any) -> GenerationHyperparameters:
+    return GenerationHyperparameters(
+        max_new_tokens=sampler.max_completion_length,
+        temperature=sampler.temperature,
+        top_p=sampler.top_p,
+        top_k=sampler.top_k,
+        min_p=sampler.min_p or 0.0,
     )
