@@ -39,9 +39,11 @@ class Feeder:
         version: int,  # that the server holds now
         step: int,  # steps done
         advantage: Any = None,  # the component, where it needs whole steps
+        adapters: str = "",  # what names of adapters begin with, where versions are adapters
     ):
         self._planner, self.ledger, self._credit, self._settings = planner, ledger, credit, settings
         self._version_at, self._version, self._step = version_at, version, step
+        self._adapters = adapters
         self._lock = threading.RLock()
         self._window = Window()
         self._groups: dict[int, ReadyGroup] = {}  # groups with samples that are not trained yet
@@ -174,6 +176,7 @@ class Feeder:
                 taken_tokens=credit.taken_tokens,
                 pulled_tokens=credit.pulled_tokens,
                 limit_tokens=credit.limit_tokens,
+                adapters=self._adapters,
             )
 
     def _receive(self, message: Any) -> None:

@@ -10,8 +10,13 @@ import torch
 from agrpo.model.terms import DeviceRow, sequence_row, token_terms
 
 
-def prove(proof: Any, model: torch.nn.Module, version: int, device: torch.device) -> float:
-    """Mean abs log-prob difference to the server under `version`; raises ServerError above the limit. Collective."""
+def prove(
+    proof: Any, model: torch.nn.Module, version: int, device: torch.device, served_as: str | None = None
+) -> float:
+    """Mean abs log-prob difference to the server under `version`; raises ServerError above the limit. Collective.
+
+    `served_as` is the name of an adapter, None where the version is the server's own weights.
+    """
 
     def trainer_logprobs(token_ids: np.ndarray, ids: np.ndarray) -> np.ndarray:
         row = sequence_row(token_ids)
@@ -25,4 +30,4 @@ def prove(proof: Any, model: torch.nn.Module, version: int, device: torch.device
             terms = token_terms(model, DeviceRow.of(row, device), 1.0, want_head=True)
         return terms.head_trainer_logprobs[-len(ids) :].float().cpu().numpy()
 
-    return proof.check(trainer_logprobs, version)
+    return proof.check(trainer_logprobs, version, served_as)

@@ -31,6 +31,7 @@ class Start(msgspec.Struct, tag=True, frozen=True):
     taken_tokens: int
     pulled_tokens: int
     limit_tokens: int
+    adapters: str = ""  # what names of adapters begin with, where each version is one (LORA-10)
 
 
 class VersionUpdate(msgspec.Struct, tag=True, frozen=True):

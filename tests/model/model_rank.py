@@ -1,5 +1,7 @@
 """One rank of a sharded run on CPU: python model_rank.py FOLDER RANK WORLD_SIZE; writes what rank 0 saw to FOLDER.
 
+FOLDER/precision says the precision, FOLDER/lora the loaded weights' dtype where an adapter is trained.
+
 Two rows a step: one per rank, or both on the one rank. The second row of the second step has no loss term.
 """
 
@@ -18,7 +20,7 @@ from agrpo.model.optim import Updater
 from agrpo.model.shard import open_mesh, shard
 from agrpo.model.terms import DeviceRow, token_terms
 from agrpo.model.weights import checkpoint_names, full_tensors, gathered, parameters_by_name
-from agrpo.sections import Fsdp, Model, Optimizer
+from agrpo.sections import Fsdp, Lora, Model, Optimizer
 
 
 class NoTokenizer:
@@ -34,13 +36,22 @@ def steps_of_rows():
     return [first, second]
 
 
+def section_of(folder: Path, **more) -> Model:
+    lora = folder / "lora"
+    more |= {"lora": Lora(enabled=True, r=3, alpha=5.0), "dtype": lora.read_text()} if lora.exists() else {}
+    precision = (folder / "precision").read_text()
+    return Model(path=str(folder / "model"), precision=precision, **{"fsdp": Fsdp(enabled=True), **more})
+
+
 def main(folder: Path, rank: int, world_size: int) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", f"file://{folder}/store{world_size}", timedelta(seconds=60), world_size, rank)
-    section = Model(path=str(folder / "model"), precision=(folder / "precision").read_text(), fsdp=Fsdp(enabled=True))
+    section = section_of(folder)
+    torch.manual_seed(11)  # the adapter's start, the same on every rank
     model = load_model(section, "cpu")
     shard(model, section, open_mesh(section, "cpu"))
     updater = Updater(model, Optimizer(learning_rate=1e-2, max_grad_norm=0.05, weight_decay=0.1), None)
+    trained = [(n, p) for n, p in parameters_by_name(model) if p.requires_grad]
     seen = {"losses": [], "norms": [], "grads": {}}
     for rows in steps_of_rows():
         total = sum(r.num_trained_tokens for r in rows)
@@ -52,8 +63,8 @@ def main(folder: Path, rank: int, world_size: int) -> None:
             step_loss += loss.detach()
         dist.all_reduce(step_loss)
         if not seen["grads"]:
-            seen["grads"] = {n: gathered(p.grad).clone() for n, p in parameters_by_name(model)}
-            seen["dtypes"] = {str(p.dtype) for p in model.parameters()}
+            seen["grads"] = {n: gathered(p.grad).clone() for n, p in trained}
+            seen["dtypes"] = {str(p.dtype) for _, p in trained}
         seen["losses"].append(step_loss.item())
         seen["norms"].append(updater.step().grad_norm)
     seen["names"] = checkpoint_names(model)

@@ -1,0 +1,236 @@
+"""Adapters on the embedded server: names, folders and slots over many versions, what is refused, and what is left behind."""
+
+import functools
+import json
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+
+from agrpo.errors import ConfigError, ServerError
+from agrpo.model.adapter import adapter_config, write_adapter
+from agrpo.model.load import load_model
+from agrpo.model.shard import shard
+from agrpo.model.weights import adapter_tensors
+from agrpo.sections import Lora, Model
+from agrpo.serve.embedded import EmbeddedServer
+from agrpo.sync.adapter import FOLDER, AdapterNames, AdapterSession, choose
+from agrpo.sync.control import ServerControl
+from agrpo.sync.proof import Proof
+from agrpo.train.proof import prove
+from tests.standins import tiny_qwen3
+
+STALENESS, RANK = 2, 3
+PROMPT = [5, 7, 11]
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    """The base model's folder, and a trainer's model with an adapter on it."""
+    path = tiny_qwen3(tmp_path_factory.mktemp("adapter") / "base")
+    section = Model(path=str(path), precision="no", lora=Lora(enabled=True, r=RANK, alpha=6.0))
+    model = load_model(section, "cpu")
+    shard(model, section, None)
+    return path, model
+
+
+@pytest.fixture(scope="module")
+def server(trained):
+    with EmbeddedServer(trained[0], max_loras=STALENESS + 2) as server:
+        yield server
+
+
+def change(model, seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in (p for p in model.parameters() if p.requires_grad):
+            parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.1)
+
+
+def opened(model, urls, run_dir, run_id="first", **settings) -> AdapterSession:
+    write = functools.partial(lambda config, folder, tensors: write_adapter(folder, config, tensors), adapter_config(model))
+    settings = {"rank": 0, "world_size": 1, "max_staleness": STALENESS, "verify_every": 1, **settings}
+    return AdapterSession(ServerControl(urls, 30.0), AdapterNames.of(run_dir, run_id), run_dir, write, **settings)
+
+
+def adapters_at(url: str) -> list[str]:
+    entries = ServerControl([url], 10.0).request(url, "GET", "/v1/models")["data"]
+    return sorted(e["id"] for e in entries if e["parent"])
+
+
+def folders_of(run_dir) -> list[str]:
+    return sorted(p.name for p in (run_dir / FOLDER).iterdir())
+
+
+def test_ten_versions_take_no_more_slots_and_folders_than_the_window(server, trained, tmp_path):
+    _, model = trained
+    session = opened(model, [server.url], tmp_path)
+    proof = Proof(session.server, model=None, prompt_ids=PROMPT, parity_limit=0.2, trainer_dtype="float32")
+    number = sum(p.numel() for p in model.parameters() if p.requires_grad)
+    for version in range(1, 11):
+        change(model, version)
+        times = session.send(adapter_tensors(model), version, lambda: None)
+        kept = [session.names.of_version(v) for v in range(max(1, version - STALENESS), version + 1)]
+        assert adapters_at(server.url) == sorted(kept)
+        # One more folder than adapters, whose version has left just now, and nothing half written.
+        old = [session.names.of_version(version - STALENESS - 1)] if version > STALENESS + 1 else []
+        assert folders_of(tmp_path) == sorted(kept + old) and len(kept + old) <= STALENESS + 3
+        assert times.pause_s == 0 and times.barrier_s + times.transfer_s <= times.total_s
+        assert session.needs_proof
+        assert prove(proof, model, version, torch.device("cpu"), session.names.of_version(version)) < 1e-5
+        # Adapter weights in the server's dtype and nothing else (LORA-16).
+        size = sum(f.stat().st_size for f in (tmp_path / FOLDER / session.names.of_version(version)).iterdir())
+        assert 4 * number < size < 4 * number + 1_000_000
+    assert server.service.engine.version in (None, "default")  # the server's own weights were never touched
+    assert not server.service.engine.is_paused
+    session.close()
+    assert adapters_at(server.url) == [] and not (tmp_path / FOLDER).exists()
+
+
+def test_an_older_version_answers_as_before_until_it_leaves(server, trained, tmp_path):
+    _, model = trained
+    session = opened(model, [server.url], tmp_path)
+
+    def logprobs(version: int) -> np.ndarray:
+        params = {"temperature": 1.0, "max_tokens": 5, "seed": 3, "logprobs": 0}
+        choice = session.server.generate(server.url, PROMPT, session.names.of_version(version), params)
+        return np.array([t["logprob"] for t in choice["logprobs"]["content"]])
+
+    change(model, 1)
+    session.send(adapter_tensors(model), 1, lambda: None)
+    first = logprobs(1)
+    for version in range(2, STALENESS + 2):
+        change(model, version)
+        session.send(adapter_tensors(model), version, lambda: None)
+    assert np.array_equal(logprobs(1), first) and not np.allclose(logprobs(2), first)
+    change(model, 99)
+    session.send(adapter_tensors(model), STALENESS + 2, lambda: None)
+    with pytest.raises(ServerError, match="v1` does not exist"):
+        logprobs(1)
+    session.close()
+
+
+def test_leftovers_of_a_killed_start_go_and_no_name_comes_twice(server, trained, tmp_path):
+    _, model = trained
+    killed = opened(model, [server.url], tmp_path)
+    killed.send(adapter_tensors(model), 4, lambda: None)
+    other = opened(model, [server.url], tmp_path / "other")  # another run on the same server
+    other.send(adapter_tensors(model), 4, lambda: None)
+    resumed = opened(model, [server.url], tmp_path, run_id="second")
+    resumed.send(adapter_tensors(model), 4, lambda: None)
+    names = [other.names.of_version(4), resumed.names.of_version(4)]
+    assert adapters_at(server.url) == sorted(names) and killed.names.of_version(4) not in names
+    assert folders_of(tmp_path) == [resumed.names.of_version(4)]
+    for session in (resumed, other):
+        session.close()
+    assert adapters_at(server.url) == []
+
+
+def test_several_servers_and_one_that_is_restarted(server, trained, tmp_path):
+    """The one that lost everything gets the whole window again, as it was."""
+    path, model = trained
+    with EmbeddedServer(path, max_loras=STALENESS + 2) as second:
+        session = opened(model, [server.url, second.url], tmp_path)
+        for version in (1, 2):
+            change(model, version)
+            session.send(adapter_tensors(model), version, lambda: None)
+        assert adapters_at(second.url) == adapters_at(server.url) and len(adapters_at(server.url)) == 2
+        second.service.adapters.clear()  # what a restart leaves
+        session.reset()
+        assert not session.needs_proof
+        session.send(adapter_tensors(model), 2, lambda: None)
+        assert adapters_at(second.url) == adapters_at(server.url) and session.needs_proof
+        # Trained on since version 2: under that name the servers keep what they have, which nothing now equals.
+        change(model, 3)
+        second.service.adapters.clear()
+        session.reset()
+        session.send(adapter_tensors(model), 2, lambda: None)
+        assert len(adapters_at(second.url)) == 2 and not session.needs_proof
+        session.send(adapter_tensors(model), 3, lambda: None)
+        assert session.needs_proof
+        session.close()
+
+
+def test_a_folder_that_the_server_cannot_read_is_named(server, trained, tmp_path):
+    _, model = trained
+
+    def nowhere(folder, tensors):
+        """Leaves the folder empty, which is what a server on another machine sees."""
+
+    session = opened(model, [server.url], tmp_path)
+    session.write = nowhere
+    with pytest.raises(ServerError, match="must be on a file system that trainer and server share") as caught:
+        session.send(adapter_tensors(model), 1, lambda: None)
+    assert caught.value.exit_code == 4
+    assert not server.service.engine.is_paused and adapters_at(server.url) == []
+
+
+LORA = Lora(enabled=True, r=8)
+
+
+def served(lora_config, parallel=1, missing=()):
+    """What `choose` asks a server: its description, and which endpoints it has."""
+    info = {"vllm_config": {"lora_config": lora_config, "parallel_config": {"data_parallel_size": parallel}}}
+    return SimpleNamespace(
+        urls=("http://one",), request=lambda url, method, path: info, offers=lambda url, path: path not in missing
+    )
+
+
+def test_the_choice_and_its_reason(server):
+    good = {"max_lora_rank": 8, "max_loras": 6}
+    assert choose(served(good), "auto", LORA, None, 4).sends_adapter
+    assert choose(served(good), "auto", Lora(enabled=True, r=4), None, 4).sends_adapter  # LORA-5
+    assert choose(ServerControl([server.url], 10.0), "lora", LORA, None, STALENESS).sends_adapter
+    assert not choose(served(good), "auto", Lora(), None, 4).sends_adapter
+    assert choose(served(good), "merged", LORA, None, 4).reason == "sync.mode=merged"
+
+
+@pytest.mark.parametrize(
+    "answers, merged_only, text",
+    [
+        (served(None), None, "--enable-lora"),
+        (served({"max_lora_rank": 8, "max_loras": 6}, parallel=2), None, "2 data-parallel engines"),
+        (served({"max_lora_rank": 8, "max_loras": 6}), "model.lora.options.use_dora", "use_dora"),
+    ],
+)
+def test_what_prevents_an_adapter_falls_back_and_is_refused_where_adapters_are_asked_for(answers, merged_only, text):
+    choice = choose(answers, "auto", LORA, merged_only, 4)
+    assert not choice.sends_adapter and text in choice.reason
+    with pytest.raises((ServerError, ConfigError), match=text):
+        choose(answers, "lora", LORA, merged_only, 4)
+
+
+@pytest.mark.parametrize("mode", ["auto", "lora"])
+@pytest.mark.parametrize(
+    "answers, rank, text",
+    [
+        (served({"max_lora_rank": 8, "max_loras": 6}), 9, "--max-lora-rank 16"),
+        (served({"max_lora_rank": 8, "max_loras": 5}), 8, "--max-loras 6"),
+        (served({"max_lora_rank": 8, "max_loras": 6}, missing=("/v1/load_lora_adapter",)), 8, "VLLM_ALLOW_RUNTIME_LORA_UPDATING=1"),
+    ],
+)  # fmt: skip
+def test_limits_of_a_server_are_refused_with_the_number_to_use(answers, rank, text, mode):
+    with pytest.raises(ServerError, match=text):
+        choose(answers, mode, Lora(enabled=True, r=rank), None, 4)
+
+
+def test_a_server_without_weight_transfer_is_a_warning(caplog):
+    answers = served({"max_lora_rank": 8, "max_loras": 6}, missing=("/start_weight_update",))
+    assert choose(answers, "lora", LORA, None, 4).sends_adapter
+    assert "no weight transfer" in caplog.text
+
+
+def test_the_files_are_those_of_peft(server, trained, tmp_path):
+    peft = pytest.importorskip("peft")
+    path, model = trained
+    session = opened(model, [server.url], tmp_path)
+    session.send(adapter_tensors(model), 1, lambda: None)
+    folder = tmp_path / FOLDER / session.names.of_version(1)
+    assert json.loads((folder / "adapter_config.json").read_text())["r"] == RANK
+    from transformers import AutoModelForCausalLM
+
+    loaded = peft.PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(path), folder)
+    state = peft.get_peft_model_state_dict(loaded)
+    assert all(torch.equal(state[name], tensor) for name, tensor in adapter_tensors(model))
+    session.close()
