@@ -13,7 +13,6 @@ from agrpo.errors import AgrpoError, ServerError
 from agrpo.metrics.window import Window
 from agrpo.model.optim import Updater
 from agrpo.model.terms import DeviceRow, token_terms
-from agrpo.model.weights import full_tensors
 from agrpo.train.figures import LossFigures
 from agrpo.train.proof import prove
 from agrpo.train.ranks import Ranks, Work
@@ -60,7 +59,7 @@ class Trainer:
     model: torch.nn.Module
     updater: Updater
     loss: Any
-    sync: Any  # this rank's sender
+    sender: Any  # this rank's: what is sent, how, and under which name
     proof: Any
     outage: Any  # of the servers, as this rank takes part in it
     temperature: float
@@ -115,10 +114,10 @@ class Trainer:
         num_restarts = self.outage.num_restarts
         while True:
             if self.outage.claim():
-                self.sync.reset()
+                self.sender.session.reset()
             try:
-                times = self.sync.send(full_tensors(self.model), version, self.ranks.barrier)
-                gap = prove(self.proof, self.model, version, self.ranks.device) if self.sync.needs_proof else None
+                times = self.sender.session.send(self.sender.weights(), version, self.ranks.barrier)
+                gap = self._proven(version) if self.sender.session.needs_proof else None
                 break
             except ServerError as failure:
                 self.outage.wait_out(failure)
@@ -132,6 +131,9 @@ class Trainer:
             self.window.add("perf/weight_sync_parity", gap)
         if self.outage.num_restarts > num_restarts:
             self.window.add("server/restart_count", self.outage.num_restarts - num_restarts)
+
+    def _proven(self, version: int) -> float:
+        return prove(self.proof, self.model, version, self.ranks.device, self.sender.name_of(version))
 
     def resend_weights(self) -> None:
         """The weights again, to a server that was started again, under the version that is known everywhere.

@@ -30,6 +30,7 @@ from agrpo.train.loop import Trainer
 from agrpo.train.outage import Outage
 from agrpo.train.ranks import END, IDLE, RESEND, Ranks, Work, divide
 from agrpo.train.record import Recorder
+from agrpo.train.sender import open_sender
 from agrpo.train.state import Progress, checkpoint_to_resume, restore, save
 
 _IDLE_S = 1.0  # how often rank 0 looks up while it waits for samples
@@ -105,7 +106,7 @@ class TrainRun:
             model=self.model,
             updater=self.updater,
             loss=config.loss,
-            sync=config.sync.open(server, self.run_dir, ranks.device, ranks.rank, ranks.world_size),
+            sender=open_sender(config, server, self.model, self.run_dir, self.runtime.run_id, ranks),
             proof=proof,
             outage=Outage(server, ranks, self.life.beat, lambda: self.stop_requested),
             temperature=config.sampler.temperature,
@@ -142,6 +143,7 @@ class TrainRun:
             version=first_version,
             step=first_step,
             advantage=config.advantage,
+            adapters=self.trainer.sender.prefix,
         )
         # Also a fresh start: a run killed before its first checkpoint left records of steps that come again.
         self.sinks = open_sinks(config.logger, self.run_dir, progress.step)
@@ -306,6 +308,6 @@ class TrainRun:
         for sink in self.sinks:
             sink.close()
         if hasattr(self, "trainer"):
-            self.trainer.sync.close()
+            self.trainer.sender.session.close()
         if hasattr(self, "ranks"):
             self.ranks.close()
