@@ -15,8 +15,8 @@ PROBLEMS = (
 )
 
 
-def tiny_qwen3(path: Path, seed: int = 0, num_layers: int = 2) -> Path:
-    """A Qwen3 model folder of random weights with the quickstart's tokenizer: 65k parameters, any text goes through."""
+def tiny_qwen3(path: Path, seed: int = 0, num_layers: int = 2, tied: bool = False) -> Path:
+    """A Qwen3 model folder of random weights with the quickstart's tokenizer: 77k parameters, any text goes through."""
     import torch
     from transformers import AutoTokenizer, Qwen3Config, Qwen3ForCausalLM
 
@@ -28,9 +28,9 @@ def tiny_qwen3(path: Path, seed: int = 0, num_layers: int = 2) -> Path:
         num_hidden_layers=num_layers,
         num_attention_heads=3,
         num_key_value_heads=1,
-        head_dim=16,
+        head_dim=32,  # the smallest that vLLM's CPU build can attend with
         max_position_embeddings=512,
-        tie_word_embeddings=False,
+        tie_word_embeddings=tied,
         bos_token_id=None,
         eos_token_id=tokenizer.eos_token_id,
         pad_token_id=tokenizer.pad_token_id,
