@@ -50,7 +50,8 @@ class Renderer:
         ids = self._apply(messages, tokenize=True, add_generation_prompt=True, return_dict=False)
         return np.asarray(ids, np.int32)
 
-    def _text(self, messages: Messages, generation_prompt: bool) -> str:
+    def text(self, messages: Messages, generation_prompt: bool) -> str:
+        """What the template writes for a conversation."""
         return self._apply(messages, tokenize=False, add_generation_prompt=generation_prompt)
 
     def _apply(self, messages: Messages, **how: Any) -> Any:
@@ -58,7 +59,8 @@ class Renderer:
             how["tools"] = self.schemas
         return self._tokenizer.apply_chat_template(self._as_template_wants(messages), **how, **self._kwargs)
 
-    def _tokens(self, text: str) -> np.ndarray:
+    def tokens(self, text: str) -> np.ndarray:
+        """Token ids [n] int32 of text that the template wrote."""
         return np.asarray(self._tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"], np.int32)
 
     def _as_template_wants(self, messages: Messages) -> Messages:
@@ -77,7 +79,7 @@ class Renderer:
         before, after = conversation[:-1], conversation
         for self._writes_arguments in (False, True):
             try:
-                first, second = (self._tokens(self._text(m, False)) for m in (before, after))
+                first, second = (self.tokens(self.text(m, False)) for m in (before, after))
             except Exception as error:
                 reason = error
                 continue
@@ -117,16 +119,16 @@ class Renderer:
 
     def _keeps_the_start(self) -> bool:
         """A first prompt without its generation prompt is what an assistant message is appended to."""
-        with_prompt, bare = self.ids([USER]), self._tokens(self._text([USER], False))
+        with_prompt, bare = self.ids([USER]), self.tokens(self.text([USER], False))
         generation = self.generation_ids([USER])
         return np.array_equal(with_prompt, np.concatenate([bare, generation]))
 
     def generation_ids(self, messages: Messages) -> np.ndarray:
         """Tokens of the generation prompt after `messages`."""
-        bare, whole = self._text(messages, False), self._text(messages, True)
+        bare, whole = self.text(messages, False), self.text(messages, True)
         if not whole.startswith(bare):
             raise ValueError("the generation prompt changes what stands before it")
-        return self._tokens(whole[len(bare) :])
+        return self.tokens(whole[len(bare) :])
 
     def block(self, after: str, new: Messages) -> tuple[np.ndarray, np.ndarray]:
         """(tokens of `new`, tokens of the generation prompt after it) behind a message of the role `after`.
@@ -134,15 +136,15 @@ class Renderer:
         A short stand-in takes the place of the conversation so far, so that the cost is that of `new` alone.
         """
         base, base_text = self._base(after == "tool")
-        bare, whole = self._text(base + new, False), self._text(base + new, True)
+        bare, whole = self.text(base + new, False), self.text(base + new, True)
         if not (bare.startswith(base_text) and whole.startswith(bare)):
             raise ValueError("the template changes what stands before a new message")
-        return self._tokens(bare[len(base_text) :]), self._tokens(whole[len(bare) :])
+        return self.tokens(bare[len(base_text) :]), self.tokens(whole[len(bare) :])
 
     def _base(self, after_tool: bool) -> tuple[Messages, str]:
         if after_tool not in self._bases:
             base = [USER, *(probe_round(1) if after_tool else [])]
-            self._bases[after_tool] = (base, self._text(base, False))
+            self._bases[after_tool] = (base, self.text(base, False))
         return self._bases[after_tool]
 
     def is_border(self, left: np.ndarray, right: np.ndarray) -> bool:

@@ -34,7 +34,9 @@ class Dump:
         self._thread = ThreadPoolExecutor(1, "dump")
         self._num_failed = 0
 
-    async def write(self, group: Group, *, dropped: str | None = None, advantages: Any = None, is_eval: bool = False) -> None:
+    async def write(
+        self, group: Group, *, dropped: str | None = None, advantages: Any = None, is_eval: bool = False
+    ) -> None:
         """One group; `dropped` is why it is not trained, `advantages` [rows of its usable rollouts] where known."""
         loop = asyncio.get_running_loop()
         await loop.run_in_executor(self._thread, self._write, group, dropped, advantages, is_eval)
@@ -58,7 +60,9 @@ class Dump:
                 self._rotate(scope)
         except Exception as error:
             if self._num_failed % _SHOWN_EVERY == 0:
-                _log.warning("group %d was not dumped to %s: %s: %s", group.group_id, self._folder, type(error).__name__, error)
+                _log.warning(
+                    "group %d was not dumped to %s: %s: %s", group.group_id, self._folder, type(error).__name__, error
+                )
             self._num_failed += 1
 
     def _rotate(self, scope: Path) -> None:
@@ -68,7 +72,9 @@ class Dump:
             shutil.rmtree(old)
 
 
-def records(group: Group, tokenizer: Any, dropped: str | None = None, advantages: Any = None) -> Iterator[dict[str, Any]]:
+def records(
+    group: Group, tokenizer: Any, dropped: str | None = None, advantages: Any = None
+) -> Iterator[dict[str, Any]]:
     """One object per row of the usable rollouts, in slot order."""
     number = first = 0  # of the row among the group's rows, and of the rollout's first advantage
     for slot, rollout in enumerate(group.rollouts):

@@ -139,7 +139,9 @@ def test_the_text_of_a_record_is_the_text_of_its_tokens(tokenizer):
     messages = [{"role": "user", "content": "What is 47 + 38?"}]
     first = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
     answers = [tokenizer(text, add_special_tokens=False)["input_ids"] for text in ("85<|im_end|>", "No, 86<|im_end|>")]
-    between = tokenizer("\n<|im_start|>user\nSure?<|im_end|>\n<|im_start|>assistant\n", add_special_tokens=False)["input_ids"]
+    between = tokenizer("\n<|im_start|>user\nSure?<|im_end|>\n<|im_start|>assistant\n", add_special_tokens=False)[
+        "input_ids"
+    ]
     second = [*first, *answers[0], *between]
     turns = (turn(first, answers[0], [1] * len(answers[0])), turn(second, answers[1], [2] * len(answers[1])))
     (line,) = records(group(Rollout(turns, [])), tokenizer)
