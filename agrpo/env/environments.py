@@ -207,7 +207,8 @@ class Visit:
         """What `get_reward` says; None where the environment has none (ENV-8)."""
         if not callable(getattr(self._instance, "get_reward", None)):
             return None
-        began, self._is_healthy = time.monotonic(), False
+        began, was_healthy = time.monotonic(), self._is_healthy
+        self._is_healthy = False
         try:
             value = await self._pool.threads.run(self._instance.get_reward)
         except Exception as error:
@@ -218,7 +219,7 @@ class Visit:
             raise RolloutFailure("env_reward", text)
         if not math.isfinite(value):
             raise RolloutFailure("env_reward", f"{self.kind.source}.get_reward returned {value}; it must be finite")
-        self._is_healthy = True
+        self._is_healthy = was_healthy
         return float(value)
 
     @contextlib.contextmanager
