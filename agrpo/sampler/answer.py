@@ -6,6 +6,7 @@ token is one of them, k + 1 where it ranks outside. A completion endpoint lists 
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 
 import msgspec
@@ -14,6 +15,7 @@ import numpy as np
 from agrpo.errors import RolloutFailure
 from agrpo.types import Ragged, Turn
 
+_NO_NUMBER = re.compile(rb"[:\[,]\s*-?(NaN|Infinity)\b")  # what Python's json makes of such numbers
 # JSON has no -inf; servers write this number, or a lower one, for a token that could not be sampled.
 PLACEHOLDER = -9999.0
 
@@ -128,6 +130,8 @@ def _decode(decoder: msgspec.json.Decoder, body: bytes):
     try:
         return decoder.decode(body)
     except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+        if "logprob" in str(error) or _NO_NUMBER.search(body):
+            raise RolloutFailure("logprobs", f"a log-prob is missing or not a finite number: {error}") from error
         raise RolloutFailure("malformed", f"{error}; the answer begins {body[:200]!r}") from error
 
 

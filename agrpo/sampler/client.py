@@ -132,11 +132,12 @@ class Client:
         tries = _Tries(self.sampler.max_retries, self._timeout_s, self._retry_wait_s)
         for attempt in itertools.count():
             server = await self._server(key[0], tries)
+            if attempt:
+                self._metrics.add("rollout/vllm_retry_count", 1)
             try:
                 return await self._attempt(server, prompt_ids, key, request, attempt)
             except (Retryable, Unsynced) as error:
                 tries.failed(server, error)
-            self._metrics.add("rollout/vllm_retry_count", 1)
             if isinstance(tries.error, Unsynced) or tries.error.drains:
                 self._servers.take_down(server, tries.error.text)
             elif await self._servers.is_well(server, tries.error.text):
