@@ -254,11 +254,13 @@ class Loop:
         """No finished turn, scored group or permitted wait for `rollout.progress_timeout` seconds ends the run (ARCH-8).
 
         The beat here says that this event loop still turns, which is what `rollout.worker_timeout` asks (ARCH-6): one
-        turn may well take longer than that.
+        turn may well take longer than that. While no server is up, `server.timeout` limits every request instead.
         """
         limit = self._settings.progress_timeout or float("inf")
         while True:
             await asyncio.sleep(min(1.0, limit / 4))
+            if self._client.is_cut_off:
+                self._mark("waiting for the server")
             self._beat()
             silent = time.monotonic() - self._progress_at
             if silent > limit:

@@ -254,6 +254,11 @@ class Client:
             paused |= bool((await self._http.get_json(url, "/is_paused")).get("is_paused"))
         return load_of(pages, paused)
 
+    @property
+    def is_cut_off(self) -> bool:
+        """No server is up, or none has the run's weights; every request waits for one, `server.timeout` at most."""
+        return not self._servers.up
+
     def last_answer_text(self) -> str:
         """When a server last answered a request, and which are down, in words."""
         answered_at = self._http.answered_at
