@@ -14,6 +14,7 @@ from agrpo.metrics.window import Window
 from agrpo.model.optim import Updater
 from agrpo.model.terms import DeviceRow, token_terms
 from agrpo.train.figures import LossFigures
+from agrpo.train.parity import ParityProbe
 from agrpo.train.proof import prove
 from agrpo.train.ranks import Ranks, Work
 
@@ -62,6 +63,7 @@ class Trainer:
     sender: Any  # this rank's: what is sent, how, and under which name
     proof: Any
     outage: Any  # of the servers, as this rank takes part in it
+    parity: ParityProbe
     temperature: float
     version: int  # weight version the server holds
     every_steps: int  # optimizer steps between two syncs
@@ -86,6 +88,7 @@ class Trainer:
             self.forward_timer.stop()
             self.updater.backward(value)
             self.figures.add(self.loss, terms, value)
+            self.parity.add(terms, self.version if self.is_synced else None)
         self.timer.stop()
         began = time.perf_counter()
         update = self.updater.step()

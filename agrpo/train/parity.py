@@ -27,6 +27,7 @@ class ParityProbe:
         self._device, self._is_truncated = device, is_truncated
         self._warn, self._stop, self._has_warned = warn, stop, False
         self._sums = self._zeros()
+        self._judged = (0.0, 0)  # engine gap and its number of tokens at the last record
 
     def _zeros(self) -> torch.Tensor:
         # sum and count of: engine gap at age 0, gap of older tokens, truncation
@@ -51,22 +52,23 @@ class ParityProbe:
         ]
         self._sums += torch.stack([value for gaps, where in parts for value in ((gaps * where).sum(), where.sum())])
 
-    def record(self, window: Window, step_index: int) -> None:
-        """Add the split to `window` and start again; collective. Raises ServerError on all ranks above `stop`."""
+    def record(self, window: Window) -> None:
+        """Add the split to `window` and start again; collective."""
         if dist.is_initialized():
             dist.all_reduce(self._sums)
         engine, num_fresh, stale, num_stale, cut, num_cut = self._sums.tolist()
         self._sums = self._zeros()
+        self._judged = (engine / max(num_fresh, 1), int(num_fresh))
         if num_fresh:
             window.add("parity/engine_gap", engine, num_fresh)
         if num_stale and num_fresh:
             window.add("parity/staleness_gap", max(0.0, stale / num_stale - engine / num_fresh))
         if num_cut:
             window.add("parity/truncation_gap", cut, num_cut)
-        if num_fresh:
-            self._judge(engine / num_fresh, int(num_fresh), step_index)
 
-    def _judge(self, gap: float, num_tokens: int, step_index: int) -> None:
+    def judge(self, step_index: int) -> None:
+        """Warn, or raise ServerError on all ranks alike, where the last record's engine gap is above a limit."""
+        gap, num_tokens = self._judged
         text = (
             f"step {step_index}: trainer and server disagree by {gap:.3g} nats per token over {num_tokens} tokens that "
             "the current weights generated, so neither staleness nor the loss explains it; compare model.dtype, "

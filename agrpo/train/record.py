@@ -32,6 +32,7 @@ class Recorder:
         logger = self._config.logger
         if step_index % logger.logging_steps == 0 or (logger.logging_first_step and step_index == 1):
             self._write_steps(step_index)
+            self._trainer.parity.judge(step_index)
 
     def end(self) -> None:
         """Write the steps of a window that did not fill up."""
@@ -47,6 +48,7 @@ class Recorder:
         trainer, steps = self._trainer, self._num_steps
         forward_s, total_s = trainer.forward_timer.take_s(), trainer.timer.take_s()
         trainer.figures.record(trainer.window, steps)
+        trainer.parity.record(trainer.window)
         self._num_steps = 0
         window = trainer.window
         if self._feeder is None:

@@ -28,6 +28,7 @@ from agrpo.train.facts import compute_dtype, probe_ids, seed_all, served_model
 from agrpo.train.feeder import Feeder
 from agrpo.train.loop import Trainer
 from agrpo.train.outage import Outage
+from agrpo.train.parity import ParityProbe
 from agrpo.train.ranks import END, IDLE, RESEND, Ranks, Work, divide
 from agrpo.train.record import Recorder
 from agrpo.train.sender import open_sender
@@ -109,6 +110,12 @@ class TrainRun:
             sender=open_sender(config, server, self.model, self.run_dir, self.runtime.run_id, ranks),
             proof=proof,
             outage=Outage(server, ranks, self.life.beat, lambda: self.stop_requested),
+            parity=ParityProbe(
+                ranks.device,
+                is_truncated=config.sampler.is_truncated,
+                warn=config.run.parity_warn,
+                stop=config.run.parity_stop,
+            ),
             temperature=config.sampler.temperature,
             version=self.progress.version,
             every_steps=config.sync.every_steps,
@@ -158,7 +165,7 @@ class TrainRun:
             _log.info("the run is complete already: %d steps, %d groups resolved", self.progress.step, self.feeder.num_resolved)
         try:
             self._take_steps()
-        except ServerError as error:  # a failed sync, raised on all ranks alike
+        except ServerError as error:  # a failed sync or a gap above run.parity_stop, raised on all ranks alike
             if self.ranks.tell(self.stop_requested):
                 self.exit_reason = "stopped by a signal"
             else:

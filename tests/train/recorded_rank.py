@@ -19,6 +19,7 @@ from agrpo.packer.cost import Cost
 from agrpo.packer.tree import Tree
 from agrpo.sections import Model, Optimizer
 from agrpo.train.loop import Trainer
+from agrpo.train.parity import ParityProbe
 from agrpo.train.ranks import Ranks, divide
 
 BUDGET, GROUPS_PER_STEP = 512, 3
@@ -30,7 +31,8 @@ def main(model_path: str, stream: str) -> None:
     model = load_model(section, ranks.device)
     shard(model, section, open_mesh(section, ranks.device))
     updater = Updater(model, Optimizer(learning_rate=1e-3), None)
-    trainer = Trainer(ranks, model, updater, ScoreCentering(), None, None, None, 1.0, 1, 1)
+    parity = ParityProbe(ranks.device, is_truncated=False, warn=None, stop=None)
+    trainer = Trainer(ranks, model, updater, ScoreCentering(), None, None, None, parity, 1.0, 1, 1)
     planner = Tree().planner(ranks.world_size, BUDGET, Cost.of_config(model.config), 1)
     records = []
     groups = wire.frames(Path(stream).read_bytes())

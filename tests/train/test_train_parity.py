@@ -26,7 +26,8 @@ def terms(trainer, sampler, versions, head_sampler=None, head_trainer=None, cand
 
 def recorded(probe) -> dict:
     window = Window(strict=True)
-    probe.record(window, 3)
+    probe.record(window)
+    probe.judge(3)
     return window.record(3)
 
 
