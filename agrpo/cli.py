@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -131,6 +132,41 @@ def serve_check(
 
     request = runner.Request(list(overrides or []), config_dir=config_dir)
     _leave_with(lambda: runner.run(request, lambda job: check.serve_check(job, as_json, probe)))
+
+
+VIEW_HELP = """List the rollouts that a run recorded, or show one. RUN is a run's folder, or a folder of dumped rollouts.
+
+\b
+Switch recording on in the run:
+  agrpo train ... rollout.dump_to_file=true rollout.fileroot=FOLDER    text, tokens, log-probs, versions
+  agrpo train ... logger.log_completions=true                          text and rewards only
+
+\b
+Examples:
+  agrpo view runs/quickstart/2026-01-31_12-00-00                    the first 50 rollouts
+  agrpo view RUN --max-reward 0 --step 12                           what step 12 learned not to do
+  agrpo view RUN --show 42/3                                        the fourth rollout of group 42
+"""
+
+
+@app.command(help=VIEW_HELP)
+def view(
+    run: Annotated[Path, typer.Argument(metavar="RUN")],
+    show: Annotated[str | None, typer.Option(metavar="GROUP[/ROLLOUT[/ROW]]", help="Show these in full.")] = None,
+    group: Annotated[int | None, typer.Option(help="Only this group.")] = None,
+    step: Annotated[int | None, typer.Option(help="Only what this optimizer step trained.")] = None,
+    version: Annotated[int | None, typer.Option(help="Only groups whose newest weights are of this version.")] = None,
+    min_reward: Annotated[float | None, typer.Option(help="Only rewards of at least this.")] = None,
+    max_reward: Annotated[float | None, typer.Option(help="Only rewards of at most this.")] = None,
+    evaluation: Annotated[bool, typer.Option("--eval", help="Rollouts of evaluations instead.")] = False,
+    tokens: Annotated[bool, typer.Option("--tokens", help="With --show: list every trained token.")] = False,
+    limit: Annotated[int, typer.Option(min=1, help="Rollouts to list or show.")] = 50,
+) -> None:
+    from agrpo.launch import view as viewing
+
+    scope = "eval-rollout" if evaluation else "rollout"
+    chosen = viewing.Filter(group, step, version, min_reward, max_reward, scope)
+    _leave_with(lambda: viewing.view(run, chosen, show, limit, tokens))
 
 
 def start_job(job: Job) -> float | None:

@@ -1,0 +1,46 @@
+"""The trainer's own log-probs of each sample it trained, beside the trajectory dump, for `agrpo view`.
+
+    RUN/trained/rank-0.jsonl   {"step": 3, "task_id": 42, "rollout_id": 1, "row": 2718281828, "trainer_logprobs": [..]}
+
+Each rank writes its own samples. `row` tells rows of one rollout apart: the CRC-32 of the trained token ids as int32.
+"""
+
+from __future__ import annotations
+
+import json
+import zlib
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+
+class Trace:
+    """Appends one line per sample and step; reading the log-probs waits for the device."""
+
+    def __init__(self, run_dir: Path, rank: int):
+        path = run_dir / "trained" / f"rank-{rank}.jsonl"
+        path.parent.mkdir(exist_ok=True)
+        self._file = path.open("a", buffering=1, encoding="utf-8")
+
+    def add(self, step: int, row: Any, terms: Any) -> None:
+        """One row as it was forwarded in `step`; `terms` are its loss terms."""
+        logprobs = terms.trainer_logprobs.detach().float().cpu().numpy()
+        order = np.lexsort((row.predicting_index, row.sample_index))
+        ends = np.cumsum(np.bincount(row.sample_index, minlength=len(row.group_ids)))
+        for sample, places in enumerate(np.split(order, ends[:-1])):
+            line = {
+                "step": step,
+                "task_id": int(row.group_ids[sample]),
+                "rollout_id": int(row.rollout_indices[sample]),
+                "row": zlib.crc32(row.target_ids[places].astype(np.int32).tobytes()),
+                "trainer_logprobs": [round(float(v), 6) for v in logprobs[places]],
+            }
+            self._file.write(json.dumps(line) + "\n")
+
+
+class NoTrace:
+    """Where no dump is asked for."""
+
+    def add(self, step: int, row: Any, terms: Any) -> None:
+        pass
