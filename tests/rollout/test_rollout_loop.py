@@ -133,6 +133,8 @@ def produce(
     prompts=None,
     evaluations=None,
     accept=None,
+    max_retries=0,
+    retry_wait_s=1.0,
     **settings,
 ):
     """Run the loop while `scenario(trainer, loop)` drives it, then finish; the trainer's end, as it was left."""
@@ -142,8 +144,8 @@ def produce(
         trainer = Trainer(start, takes)
         link = await wire.connect("127.0.0.1", trainer.listener.port, KEY)
         section, window, policy = Settings(group_size=G, **settings), Window(strict=True), Policy(start.version)
-        sampler = Vllm(max_completion_length=TOKENS, num_sampler_logprobs=2, max_retries=0)
-        client = await sampler.connect((url,), None, 42, lambda: policy.version, 10.0, 64, True, window)
+        sampler = Vllm(max_completion_length=TOKENS, num_sampler_logprobs=2, max_retries=max_retries)
+        client = await sampler.connect((url,), None, 42, lambda: policy.version, 10.0, 64, True, window, retry_wait_s)
         places = Places(Cap(cap, cap))
         player = Player(Words(), Rules(client.max_model_len, frozenset({1})), {"": Renderer(Words())})
         failures = Failures(section.max_failure_frac, section.failure_window)
