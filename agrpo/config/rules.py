@@ -19,7 +19,7 @@ from agrpo.config.build import GROUPS, locate
 from agrpo.config.devices import Devices
 from agrpo.config.model_folder import model_problems
 from agrpo.errors import ConfigError
-from agrpo.sections import Run
+from agrpo.sections import LORA_OPTIONS, LORA_STARTS, Run
 
 if TYPE_CHECKING:
     from agrpo.config import Config
@@ -161,7 +161,7 @@ def _model(config: Config) -> Iterator[str]:
     if getattr(config.sync, "mode", None) == "lora" and not model.lora.enabled:
         yield "sync.mode=lora sends an adapter, and none is trained: use sync.mode=merged, or auto"
     if model.lora.enabled:
-        yield from _lora(model.lora)
+        yield from _lora(model.lora, getattr(config.sync, "mode", None))
     on_gpu = config.devices.has_gpu and not run.use_cpu
     if not on_gpu and model.attention_backend not in ("auto", "sdpa"):
         yield f"model.attention_backend={model.attention_backend} needs a GPU; on CPU use auto"
@@ -172,12 +172,31 @@ def _model(config: Config) -> Iterator[str]:
         yield f"model.precision=bf16 is not supported by {weak[0]}; use model.precision=fp16 or no"  # COMPAT-36
 
 
-def _lora(lora: Any) -> Iterator[str]:
+def _lora(lora: Any, mode: str | None) -> Iterator[str]:
     targets = [lora.target_modules] if isinstance(lora.target_modules, str) else lora.target_modules
     if any(_names_head(target) for target in targets):
         yield "model.lora.target_modules must not include lm_head: the chunked head reads its base weights; remove it"
+    if not targets:
+        yield "model.lora.target_modules must name at least one module, or all-linear"
+    own = {"lora_alpha": "alpha", "lora_dropout": "dropout", "r": "r", "target_modules": "target_modules"}
+    for name, value in lora.options.items():
+        if name in own:
+            yield f"model.lora.options.{name} has a key of its own: set model.lora.{own[name]}"
+        elif name not in LORA_OPTIONS:
+            yield f"model.lora.options.{name} is not supported, allowed: {', '.join(LORA_OPTIONS)}"
+        elif name == "init_lora_weights" and value not in LORA_STARTS:
+            known = ", ".join(map(str, LORA_STARTS)).lower()
+            yield (
+                f"model.lora.options.init_lora_weights must be one of {known}, which leave the base weights as they are, "
+                f"got {value!r}"
+            )
+    saved = lora.options.get("modules_to_save") or ()
+    if any(_names_head(name) for name in ([saved] if isinstance(saved, str) else saved)):
+        yield "model.lora.options.modules_to_save must not include lm_head: the chunked head reads its weights; remove it"
+    if mode == "lora" and lora.merged_only is not None:
+        yield f"{lora.merged_only} makes an adapter that servers cannot load: set sync.mode=merged, or auto"
     if importlib.util.find_spec("peft") is None:
-        yield "model.lora.enabled=true needs the package peft; run: pip install peft"
+        yield "model.lora.enabled=true needs the package peft; run: pip install 'agrpo[peft]'"
 
 
 def _names_head(target: str) -> bool:
@@ -214,8 +233,6 @@ def _without_effect(config: Config) -> Iterator[str]:
     checkpoint, model, optimizer = config.checkpoint, config.model, config.optimizer
     if checkpoint.hub.push != "no":
         yield "checkpoint.hub.push is not used by this version; leave it no, and upload the folder model of a finished run"
-    if model.lora.enabled:
-        yield "model.lora.enabled=true is not used by this version, which trains every weight; set model=full"
     if model.router_aux_loss_coef:
         yield "model.router_aux_loss_coef is not used by this version, which adds no auxiliary loss; leave it null, or 0"
     if model.attention_backend not in ("auto", "sdpa"):

@@ -53,8 +53,10 @@ class Embedded:
         None, "weight type; null = model.dtype", choices=(None, "auto", "float32", "bfloat16", "float16")
     )
     max_logprobs: int = setting(32, "most log-probs per token a request may ask for", ge=1)
-    max_loras: int = setting(8, "adapters loaded at once; 0 = no adapters", ge=0)
-    max_lora_rank: int = setting(64, "largest adapter rank", ge=1)
+    max_loras: int | None = setting(
+        None, "adapters loaded at once; 0 = no adapters; null = rollout.max_staleness + 2", ge=0
+    )
+    max_lora_rank: int | None = setting(None, "largest adapter rank; null = model.lora.r", ge=1)
     device: str | None = setting(None, "torch device; null = a GPU if there is one")
     threads: int = setting(1, "CPU threads of the engine; 1 leaves a core of a laptop to the trainer", ge=1)
 
@@ -85,10 +87,37 @@ class Embedded:
                 f"server.kv_cache_tokens must be at least server.max_model_len = {self.max_model_len}, "
                 f"got {self.kv_cache_tokens}"
             )
+        lines += self._adapter_problems(config)
         receiver = getattr(config.sync, "receiver", None)
         if receiver and "." not in receiver:
             lines.append(f"sync.receiver must be an import path such as package.module.Class, got {receiver!r}")
         return lines
+
+
+    def _adapter_problems(self, config: Any) -> list[str]:
+        """Slots and rank, where adapters may be sent (LORA-5, LORA-6)."""
+        mode = getattr(config.sync, "mode", "merged")
+        if not config.model.lora.enabled or mode == "merged":
+            return []
+        lines, needed, rank = [], config.rollout.max_staleness + 2, config.model.lora.r
+        if self.max_loras == 0 and mode == "lora":
+            lines.append(f"sync.mode=lora needs server.max_loras={needed}, rollout.max_staleness + 2, got 0; or leave it null")
+        elif self.max_loras and self.max_loras < needed:
+            lines.append(f"server.max_loras must be at least rollout.max_staleness + 2 = {needed}, got {self.max_loras}")
+        if self.max_lora_rank is not None and self.max_lora_rank < rank:
+            lines.append(f"server.max_lora_rank must be at least model.lora.r = {rank}, got {self.max_lora_rank}")
+        return lines
+
+    def of_run(self, config: Any) -> Embedded:
+        """Every null that the rest of the configuration decides, filled in."""
+        model, settings = config.model, self
+        if settings.dtype is None:
+            settings = replace(settings, dtype=model.init_kwargs.get("dtype", model.dtype))
+        if settings.max_loras is None:
+            settings = replace(settings, max_loras=config.rollout.max_staleness + 2 if model.lora.enabled else 0)
+        if settings.max_lora_rank is None:
+            settings = replace(settings, max_lora_rank=model.lora.r)
+        return settings
 
 
 async def run_service(
@@ -197,9 +226,7 @@ def main(run_dir: Path, life: Life) -> None:
     load = {"trust_remote_code": model.trust_remote_code}
     if "revision" in model.init_kwargs:
         load["revision"] = model.init_kwargs["revision"]
-    settings = config.server
-    if settings.dtype is None:
-        settings = replace(settings, dtype=model.init_kwargs.get("dtype", model.dtype))
+    settings = config.server.of_run(config)
     receiver = getattr(config.sync, "receiver", None) or None  # a mechanism without one leaves it empty
     serve(model.path, settings.host, address.port, settings, receiver, life.beat, **load)
 

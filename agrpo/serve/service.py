@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -20,6 +21,8 @@ if TYPE_CHECKING:
     from agrpo.serve.embedded import Embedded
 
 log = logging.getLogger(__name__)
+
+MAX_LORAS, MAX_LORA_RANK = 8, 64  # of a server that is not part of a run
 
 
 class Service:
@@ -91,6 +94,11 @@ def open_service(
 ) -> Service:
     """Load the model and build its engine (not started). `load` goes to transformers: revision, trust_remote_code."""
     torch.set_num_threads(settings.threads)
+    settings = replace(
+        settings,
+        max_loras=MAX_LORAS if settings.max_loras is None else settings.max_loras,
+        max_lora_rank=settings.max_lora_rank or MAX_LORA_RANK,
+    )
     device = torch.device(settings.device or ("cuda" if torch.cuda.is_available() else "cpu"))
     beat("loading model")
     model = load_model(model_path, settings.dtype, device, **load)
