@@ -17,6 +17,7 @@ from agrpo.train.figures import LossFigures
 from agrpo.train.parity import ParityProbe
 from agrpo.train.proof import prove
 from agrpo.train.ranks import Ranks, Work
+from agrpo.train.trace import NoTrace
 
 SKIPPED_LIMIT = 10  # float16 loss scaling skips a few steps in a row while it finds its scale
 _log = logging.getLogger(__name__)
@@ -68,6 +69,7 @@ class Trainer:
     version: int  # weight version the server holds
     every_steps: int  # optimizer steps between two syncs
     is_synced: bool = False  # the server holds exactly these weights
+    trace: Any = field(default_factory=NoTrace)  # keeps the log-probs of what was trained
     num_skipped: int = 0  # updates in a row that were not applied
     window: Window = field(default_factory=Window)
     figures: LossFigures = field(init=False)
@@ -88,6 +90,7 @@ class Trainer:
             self.forward_timer.stop()
             self.updater.backward(value)
             self.figures.add(self.loss, terms, value)
+            self.trace.add(work.index, row, terms)
             self.parity.add(terms, self.version if self.is_synced else None)
         self.timer.stop()
         began = time.perf_counter()

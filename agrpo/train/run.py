@@ -33,6 +33,7 @@ from agrpo.train.ranks import END, IDLE, RESEND, Ranks, Work, divide
 from agrpo.train.record import Recorder
 from agrpo.train.sender import open_sender
 from agrpo.train.state import Progress, checkpoint_to_resume, restore, save
+from agrpo.train.trace import NoTrace, Trace
 
 _IDLE_S = 1.0  # how often rank 0 looks up while it waits for samples
 _LOOK_S = 0.25  # how often while it waits for the last evaluations
@@ -116,6 +117,7 @@ class TrainRun:
                 warn=config.run.parity_warn,
                 stop=config.run.parity_stop,
             ),
+            trace=Trace(self.run_dir, ranks.rank) if config.rollout.dump_to_file else NoTrace(),
             temperature=config.sampler.temperature,
             version=self.progress.version,
             every_steps=config.sync.every_steps,
@@ -150,6 +152,8 @@ class TrainRun:
             version=first_version,
             step=first_step,
             advantage=config.advantage,
+            asks_loop=config.rollout.loop is not None,
+            loop_state=progress.loop_state,
             adapters=self.trainer.sender.prefix,
         )
         # Also a fresh start: a run killed before its first checkpoint left records of steps that come again.
