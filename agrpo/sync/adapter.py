@@ -127,7 +127,9 @@ def _check_limits(server: ServerControl, url: str, served: dict[str, Any], rank:
             f"{url} has no {LOAD}: start it with VLLM_ALLOW_RUNTIME_LORA_UPDATING=1, or set sync.mode=merged"
         )
     if not server.offers(url, "/start_weight_update"):
-        _log.warning("%s has no weight transfer: if its base weights differ from model.path, nothing can repair them", url)
+        _log.warning(
+            "%s has no weight transfer: if its base weights differ from model.path, nothing can repair them", url
+        )
 
 
 def allowed_rank(rank: int) -> int:

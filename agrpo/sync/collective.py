@@ -3,7 +3,7 @@
 One bucket is one HTTP call: `/update_weights` carries names, dtypes and shapes of exactly the tensors that follow
 (SYNC-6), and the receiver says through the store that it listens before a byte is sent. So a server that fails to
 receive is an error at once, and never a broadcast that waits for nobody. Layout on both sides: tensors one after the
-other, each at a multiple of 16 bytes, broadcast in pieces of at most `piece_bytes`.
+other, each at a multiple of 16 bytes; `pieces` says which stretches of bytes are broadcast, one after the other.
 
 Imports only what a server's own environment has, the standard library and torch: vLLM's plug-in loads this file by path.
 """
@@ -58,8 +58,8 @@ def views(flat: torch.Tensor, update_info: dict, offsets: Sequence[int]) -> Iter
 class CollectiveTransport:
     """Transport over a process group: rank 0 is this process, the servers' workers are 1 to n."""
 
-    def __init__(self, server: ServerControl, packer: Packer, piece_bytes: int, make_group: MakeGroup):
-        self.server, self.packer, self.piece_bytes, self.make_group = server, packer, piece_bytes, make_group
+    def __init__(self, server: ServerControl, packer: Packer, make_group: MakeGroup | None):
+        self.server, self.packer, self.make_group = server, packer, make_group
         self.has_sent = self.found_paused = False
         self._group: Any = None
         self._store: Any = None
@@ -120,7 +120,7 @@ class CollectiveTransport:
     def _broadcast(self, bucket: Bucket) -> None:
         """Announce one bucket and broadcast it. The servers load it while the next one is gathered."""
         self._await_loading()
-        info = {**bucket.manifest(), "piece_bytes": self.piece_bytes}
+        info = {**bucket.manifest(), "pieces": bucket.spans()}
         calls = self.server.begin("/update_weights", [{"update_info": info}] * len(self.server.urls))
         ready = [f"ready/{self._num_buckets}/{rank}" for rank in range(1, self._group.size())]
         wait(lambda: self._store.check(ready), calls, "receivers to listen for weights", self.server.timeout_s)
@@ -128,8 +128,7 @@ class CollectiveTransport:
             self._store.delete_key(key)
         self._num_buckets += 1
         self.has_sent = True
-        for piece in bucket.flat.split(self.piece_bytes):
-            work = self._group.broadcast(piece, 0)
+        for work in [self._group.broadcast(piece, 0) for piece in bucket.pieces]:
             wait(work.is_completed, calls, "a broadcast of weights", self.server.timeout_s)
             work.wait()
         self._loading = calls
@@ -166,7 +165,14 @@ def finish(calls: list[Future], timeout_s: float) -> None:
 class CollectiveReceiver:
     """The other end, in a server worker; `worker_rank` counts the workers of one server."""
 
-    def __init__(self, init_info: dict, make_group: MakeGroup, device: torch.device | str, worker_rank: int = 0):
+    def __init__(
+        self,
+        init_info: dict,
+        make_group: MakeGroup,
+        device: torch.device | str,
+        worker_rank: int = 0,
+        is_reusing: bool = False,
+    ):
         timeout = timedelta(seconds=float(init_info.get("timeout_s", 1800.0)))
         address, port = init_info["master_address"], int(init_info["master_port"])
         self.device, self.rank = device, int(init_info["rank_offset"]) + worker_rank
@@ -174,6 +180,8 @@ class CollectiveReceiver:
         self._store.set(f"join/{self.rank}", "1")
         self._group = make_group(self._store, self.rank, int(init_info["world_size"]), timeout, address)
         self._num_buckets = 0
+        # With `is_reusing` each bucket overwrites the one before: for those who copy what they get at once.
+        self._is_reusing, self._buffer = is_reusing, torch.empty(0, dtype=torch.uint8, device=device)
 
     def receive(self, update_info: dict) -> Iterator[tuple[str, torch.Tensor]]:
         """The tensors of one update call, in the sender's order; views of one buffer that lives as long as they do.
@@ -181,16 +189,23 @@ class CollectiveReceiver:
         Nothing is yielded before the whole bucket is here, so a broken transfer changes no weight of this bucket.
         """
         offsets, size = layout(update_info["dtype_names"], update_info["shapes"])
-        flat = torch.empty(size, dtype=torch.uint8, device=self.device)
+        flat = self._memory(size)
         self._store.set(f"ready/{self._num_buckets}/{self.rank}", "1")
         self._num_buckets += 1
         try:
-            for piece in flat.split(int(update_info["piece_bytes"])):
-                self._group.broadcast(piece, 0).wait()
+            for work in [self._group.broadcast(flat[start:end], 0) for start, end in update_info["pieces"]]:
+                work.wait()
         except BaseException:
             self.close()
             raise
         yield from views(flat, update_info, offsets)
+
+    def _memory(self, size: int) -> torch.Tensor:
+        if not self._is_reusing:
+            return torch.empty(size, dtype=torch.uint8, device=self.device)
+        if len(self._buffer) < size:
+            self._buffer = torch.empty(size, dtype=torch.uint8, device=self.device)
+        return self._buffer[:size]
 
     def close(self) -> None:
         """Leave the group; a sender that still broadcasts sees the connection close."""

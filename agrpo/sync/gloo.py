@@ -16,6 +16,9 @@ if TYPE_CHECKING:
     from agrpo.sync.control import ServerControl
 
 
+LONGEST_BUCKET = 64 * MIB  # long enough to hide a call, short enough that the server loads while more is gathered
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Gloo:
     """Sends weights through the host's memory; the server holds a `GlooReceiver`."""
@@ -43,8 +46,8 @@ class Gloo:
             from agrpo.sync.bucket import Packer
             from agrpo.sync.collective import CollectiveTransport, gloo_group
 
-            size = self.bucket_mb * MIB
-            transport = CollectiveTransport(server, Packer(size, "cpu"), size, gloo_group)
+            packer = Packer(self.bucket_mb * MIB, "cpu", longest=LONGEST_BUCKET)
+            transport = CollectiveTransport(server, packer, gloo_group)
         return Session(server, transport, world_size=world_size, cache=self.cache, verify_every=self.verify_every)
 
 
@@ -55,7 +58,7 @@ class GlooReceiver:
         from agrpo.sync.collective import CollectiveReceiver, gloo_group
 
         self.device = device
-        self._receiver = CollectiveReceiver(init_info, gloo_group, "cpu", worker_rank)
+        self._receiver = CollectiveReceiver(init_info, gloo_group, "cpu", worker_rank, is_reusing=True)
 
     def receive(self, update_info: dict) -> Iterator[tuple[str, torch.Tensor]]:
         for name, tensor in self._receiver.receive(update_info):

@@ -35,11 +35,12 @@ class PackedTransport(CollectiveTransport):
         self,
         server: ServerControl,
         packer: Packer,
-        piece_bytes: int,
+        pack_bytes: int,
         new_unique_id: Callable[[], bytes],
         open_group: OpenGroup,
     ):
-        super().__init__(server, packer, piece_bytes, None)
+        super().__init__(server, packer, None)
+        self.pack_bytes = pack_bytes
         self.new_unique_id, self.open_group = new_unique_id, open_group
 
     def start(self, version: int) -> None:
@@ -60,7 +61,7 @@ class PackedTransport(CollectiveTransport):
             "world_size": world_size,
             "nccl_unique_id_b64": base64.b64encode(unique_id).decode(),
             "packed": True,
-            "packed_buffer_size_bytes": self.piece_bytes,
+            "packed_buffer_size_bytes": self.pack_bytes,
             "packed_num_buffers": 1,
         }
         bodies = [{"init_info": {**shared, "rank_offset": offset}} for offset in offsets]
@@ -84,7 +85,8 @@ class PackedTransport(CollectiveTransport):
         """Announce one bucket and broadcast it. The servers load it while the next one is gathered."""
         self._await_loading()
         calls = self.server.begin("/update_weights", [{"update_info": bucket.manifest()}] * len(self.server.urls))
-        work = self._group.broadcast(bucket.flat, 0)
+        # Dense, so all of it is one piece.
+        work = self._group.broadcast(bucket.pieces[0], 0)
         wait(work.is_completed, calls, "a broadcast of weights", self.server.timeout_s)
         work.wait()
         self._loading = calls

@@ -86,11 +86,11 @@ class Quiet:
         pass
 
 
-async def _produce(url: str, num_groups: int) -> tuple[int, float, float]:
+async def produce(url: str, num_groups: int, heads: int = HEADS) -> tuple[int, float, float]:
     """Generated tokens, CPU seconds and wall seconds of this process for `num_groups` groups of 8."""
     settings, window, policy, sink = Settings(max_concurrent_rollouts=64), Window(), Policy(1), Sink(num_groups)
-    sampler = Vllm(max_completion_length=TOKENS, num_sampler_logprobs=HEADS)
-    client = await sampler.connect((url,), None, 42, lambda: policy.version, 60.0, 64, True, window)
+    sampler = Vllm(max_completion_length=TOKENS, num_sampler_logprobs=max(heads, 1))
+    client = await sampler.connect((url,), None, 42, lambda: policy.version, 60.0, 64, heads > 0, window)
     async with client:
         player = Player(Words(), Rules(client.max_model_len, frozenset({1})), {"": Renderer(Words())})
         cap = Cap(64, 64)
@@ -118,8 +118,8 @@ async def _produce(url: str, num_groups: int) -> tuple[int, float, float]:
 
 def run() -> list[dict[str, Any]]:
     with stub_server(tokens=TOKENS, heads=HEADS, bodies=16) as url:
-        asyncio.run(_produce(url, 8))  # connections, imports and caches
-        tokens, cpu_s, wall_s = asyncio.run(_produce(url, GROUPS))
+        asyncio.run(produce(url, 8))  # connections, imports and caches
+        tokens, cpu_s, wall_s = asyncio.run(produce(url, GROUPS))
     value = tokens / cpu_s
     return [
         {"bar": "rollout", "value": round(value), "unit": "tokens/s/core", "limit": LIMIT, "ok": value >= LIMIT},

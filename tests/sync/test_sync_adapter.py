@@ -49,7 +49,9 @@ def change(model, seed: int) -> None:
 
 
 def opened(model, urls, run_dir, run_id="first", **settings) -> AdapterSession:
-    write = functools.partial(lambda config, folder, tensors: write_adapter(folder, config, tensors), adapter_config(model))
+    write = functools.partial(
+        lambda config, folder, tensors: write_adapter(folder, config, tensors), adapter_config(model)
+    )
     settings = {"rank": 0, "world_size": 1, "max_staleness": STALENESS, "verify_every": 1, **settings}
     return AdapterSession(ServerControl(urls, 30.0), AdapterNames.of(run_dir, run_id), run_dir, write, **settings)
 

@@ -59,13 +59,17 @@ def test_lost_update_is_read_as_nothing_arrived(server, tmp_path):
     proof.check(scorer_of(make_table(1)), 1)
     server.ignored = {"table"}
     send(server, tmp_path, make_table(2), 2)
-    with pytest.raises(ServerError, match="weights of version 2 did not arrive at http.*nothing changed: the server answers"):
+    with pytest.raises(
+        ServerError, match="weights of version 2 did not arrive at http.*nothing changed: the server answers"
+    ):
         proof.check(scorer_of(make_table(2)), 2)
 
 
 def test_wrong_weights_are_read_as_partly_arrived(server, tmp_path):
     send(server, tmp_path, make_table(1), 1)
-    with pytest.raises(ServerError, match="limit 0.001 .float32 on both sides.*partly changed: .*some weights did not arrive"):
+    with pytest.raises(
+        ServerError, match="limit 0.001 .float32 on both sides.*partly changed: .*some weights did not arrive"
+    ):
         make_proof(server).check(scorer_of(make_table(2)), 1)
 
 

@@ -58,7 +58,7 @@ class UpdateInfo(WeightTransferUpdateInfo):
     names: list[str]
     dtype_names: list[str]
     shapes: list[list[int]]
-    piece_bytes: int
+    pieces: list[list[int]]
 
 
 class GlooEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
