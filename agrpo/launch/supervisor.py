@@ -19,7 +19,9 @@ from typing import Any
 
 from agrpo.config import Config
 from agrpo.launch import diagnosis, plan, run_folder
+from agrpo.launch.check import check_at_start
 from agrpo.launch.processes import Child, kill, spawn, stop, wait_all
+from agrpo.launch.prompts import long_prompts
 from agrpo.launch.server import Server
 from agrpo.metrics.console import Console
 
@@ -39,7 +41,11 @@ class Interrupted(KeyboardInterrupt):
 
 
 def supervise(
-    config: Config, warnings: list[str], overrides: list[str], make_processes: Callable = plan.processes
+    config: Config,
+    warnings: list[str],
+    overrides: list[str],
+    make_processes: Callable = plan.processes,
+    check_server: Callable = check_at_start,
 ) -> dict[str, Any]:
     """Run everything and return the summary. Raises the error that ended the run, with its exit code."""
     ports = plan.Ports.free()
@@ -51,7 +57,7 @@ def supervise(
         supervisor = Supervisor(config, run_dir, processes, plan.server_urls(config, ports), console)
         with supervisor.signals():
             try:
-                supervisor.start()
+                supervisor.start(check_server)
                 supervisor.watch()
                 summary = supervisor.finish()
             except BaseException:
@@ -97,9 +103,11 @@ class Supervisor:
 
     # start
 
-    def start(self) -> None:
+    def start(self, check_server: Callable) -> None:
         self.server.start()
+        prompts = long_prompts(self.config)
         self.server.await_healthy(self._look_around, lambda: self.children)
+        check_server(self.config, self.server.urls, self.run_dir, self.console.note, prompts)
         for launch in self.processes.trainers:
             self.console.phase(launch.name, f"starting on {launch.devices}")
             self.trainers.append(spawn(launch, self.run_dir))

@@ -32,7 +32,7 @@ def main(run_dir: str, server: str, trainer0: str, trainer1: str, rollout: str, 
         return Processes(launch("server", server), trainers, launch("rollout", rollout))
 
     try:
-        supervise(configuration(run_dir, list(settings)), [], [], processes)
+        supervise(configuration(run_dir, list(settings)), [], [], processes, lambda *_: None)
     except AgrpoError as error:
         print(error, file=sys.stderr)
         return error.exit_code
