@@ -3,12 +3,23 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from agrpo.env.proxy.request import ROLES, Ask, Refused, check_names, check_sampling, count_of, stops_of, text_of
+from agrpo.env.proxy.request import (
+    ROLES,
+    Ask,
+    Refused,
+    check_names,
+    check_sampling,
+    count_of,
+    event,
+    stops_of,
+    text_of,
+)
 
+PREFIX = "chatcmpl-"
 USED = frozenset(
     "model messages tools tool_choice stop max_tokens max_completion_tokens n stream stream_options logprobs top_logprobs "
     "response_format chat_template_kwargs".split()
@@ -20,7 +31,7 @@ IGNORED = frozenset(
 
 
 @dataclass(frozen=True, slots=True)
-class ChatRequest:
+class Request:
     """A request as it was written: what to answer, and in which form."""
 
     ask: Ask
@@ -30,7 +41,7 @@ class ChatRequest:
     logprobs: bool
 
 
-def parse(body: Mapping[str, Any], sampler: Any) -> ChatRequest:
+def parse(body: Mapping[str, Any], sampler: Any, earlier: Callable[[str], Any]) -> Request:
     """Read the body of a request; Refused with the parameter's name where it cannot be answered."""
     check_names(body, USED, IGNORED)
     check_sampling(body, sampler)
@@ -45,16 +56,17 @@ def parse(body: Mapping[str, Any], sampler: Any) -> ChatRequest:
     ask = Ask(
         messages=messages_of(body.get("messages")),
         tools=tools_of(body.get("tools")),
-        may_call=_may_call(body.get("tool_choice")),
+        may_call=may_call(body.get("tool_choice")),
         stop=stops_of(body.get("stop")),
         max_tokens=min(limit for limit in limits if limit),
         template_kwargs=dict(body.get("chat_template_kwargs") or {}),
     )
     usage = bool((body.get("stream_options") or {}).get("include_usage"))
-    return ChatRequest(ask, str(body.get("model") or ""), bool(body.get("stream")), usage, bool(body.get("logprobs")))
+    return Request(ask, str(body.get("model") or ""), bool(body.get("stream")), usage, bool(body.get("logprobs")))
 
 
-def _may_call(choice: Any) -> bool:
+def may_call(choice: Any) -> bool:
+    """Whether the answer may hold calls, by `tool_choice`."""
     if choice in (None, "auto", "none"):
         return choice != "none"
     raise Refused(f"tool_choice must be auto or none, got {choice!r}: a call cannot be forced.", "tool_choice")
@@ -117,7 +129,7 @@ def tools_of(tools: Any) -> list[dict[str, Any]] | None:
     return found
 
 
-def completion(request: ChatRequest, held: Any, tokenizer: Any) -> dict[str, Any]:
+def answer(request: Request, held: Any, tokenizer: Any) -> dict[str, Any]:
     """The body of the answer; `held` is the interaction that was recorded."""
     choice = {
         "index": 0,
@@ -128,8 +140,14 @@ def completion(request: ChatRequest, held: Any, tokenizer: Any) -> dict[str, Any
     return {**_head(request, held, "chat.completion"), "choices": [choice], "usage": usage_of(held.turn)}
 
 
-def chunks(request: ChatRequest, held: Any, tokenizer: Any) -> Iterator[dict[str, Any]]:
-    """The same answer as the events of a stream."""
+def events(request: Request, held: Any, tokenizer: Any) -> Iterator[str]:
+    """The same answer as a stream."""
+    for chunk in _chunks(request, held, tokenizer):
+        yield event(chunk)
+    yield "data: [DONE]\n\n"
+
+
+def _chunks(request: Request, held: Any, tokenizer: Any) -> Iterator[dict[str, Any]]:
     head = _head(request, held, "chat.completion.chunk")
 
     def chunk(delta: dict[str, Any], finish_reason: str | None = None, logprobs: Any = None) -> dict[str, Any]:
@@ -148,7 +166,7 @@ def chunks(request: ChatRequest, held: Any, tokenizer: Any) -> Iterator[dict[str
         yield {**head, "choices": [], "usage": usage_of(held.turn)}
 
 
-def _head(request: ChatRequest, held: Any, kind: str) -> dict[str, Any]:
+def _head(request: Request, held: Any, kind: str) -> dict[str, Any]:
     return {"id": held.id, "object": kind, "created": held.created, "model": request.model}
 
 

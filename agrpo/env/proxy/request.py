@@ -137,3 +137,8 @@ def text_of(content: Any, where: str) -> str:
             raise Refused(f"{where} has a part of type {kind!r}; only text is supported.", where)
         texts.append(str(part.get("text") or part.get("refusal") or ""))
     return "".join(texts)
+
+
+def event(fields: Mapping[str, Any], kind: str | None = None) -> str:
+    """One event of a stream, as server-sent events are written."""
+    return f"event: {kind}\n" * (kind is not None) + f"data: {json.dumps(fields)}\n\n"

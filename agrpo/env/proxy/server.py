@@ -7,6 +7,7 @@ POST /v1/rl/set_reward        {"interaction_id": id or null, "reward": number}; 
 
 from __future__ import annotations
 
+import functools
 import json
 import logging
 import math
@@ -14,13 +15,14 @@ from typing import Any
 
 from aiohttp import web
 
-from agrpo.env.proxy import chat
+from agrpo.env.proxy import anthropic, chat, responses
 from agrpo.env.proxy.request import Refused
 from agrpo.env.proxy.session import Interaction, Session
 from agrpo.errors import AgrpoError, RolloutFailure
 
 _log = logging.getLogger(__name__)
 _MAX_BODY = 1 << 26  # bytes; a conversation of a long context, as JSON
+INTERFACES = {"/v1/chat/completions": chat, "/v1/responses": responses, "/v1/messages": anthropic}
 _CONTEXT_EXCEEDED = "prompt_too_long"
 
 
@@ -41,7 +43,8 @@ class Proxy:
     async def start(self) -> None:
         app = web.Application(client_max_size=_MAX_BODY, middlewares=[_errors])
         app.router.add_get("/v1/models", self._models)
-        app.router.add_post("/v1/chat/completions", self._chat)
+        for path, interface in INTERFACES.items():
+            app.router.add_post(path, functools.partial(self._answer, interface))
         for path in ("/v1/rl/set_reward", "/rl/set_reward"):
             app.router.add_post(path, self._set_reward)
         # A handler whose client hangs up is cancelled, so that an answer nobody reads is known as such.
@@ -78,14 +81,13 @@ class Proxy:
         entry = {"id": self._model_name, "object": "model", "created": 0, "owned_by": "agrpo"}
         return web.json_response({"object": "list", "data": [{**entry, "max_model_len": self._max_model_len}]})
 
-    async def _chat(self, request: web.Request) -> web.StreamResponse:
+    async def _answer(self, interface: Any, request: web.Request) -> web.StreamResponse:
         session = self._session(request)
-        asked = chat.parse(await _body(request), self._sampler)
-        async with session.answering(asked.ask, _is_retry(request), "chatcmpl-") as held:
-            if not asked.stream:
-                return await _give(request, held, [chat.completion(asked, held, self._tokenizer)])
-            events = [f"data: {json.dumps(chunk)}\n\n" for chunk in chat.chunks(asked, held, self._tokenizer)]
-            return await _give(request, held, [*events, "data: [DONE]\n\n"])
+        asked = interface.parse(await _body(request), self._sampler, session.find)
+        async with session.answering(asked.ask, _is_retry(request), interface.PREFIX) as held:
+            if asked.stream:
+                return await _give(request, held, list(interface.events(asked, held, self._tokenizer)))
+            return await _give(request, held, [interface.answer(asked, held, self._tokenizer)])
 
     async def _set_reward(self, request: web.Request) -> web.Response:
         session, body = self._session(request), await _body(request)
@@ -156,5 +158,5 @@ async def _errors(request: web.Request, handler: Any) -> web.StreamResponse:
 
 
 def _error(status: int, text: str, kind: str, param: str | None, code: str | None) -> web.Response:
-    body = {"error": {"message": text, "type": kind, "param": param, "code": code}}
+    body = {"type": "error", "error": {"message": text, "type": kind, "param": param, "code": code}}
     return web.json_response(body, status=status, headers={"x-should-retry": "false"})

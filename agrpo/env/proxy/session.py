@@ -40,7 +40,7 @@ class Interaction:
     turn: Turn | None = None
     message: dict[str, Any] = field(default_factory=dict)
     finish_reason: str = ""  # "stop", "length" or "tool_calls"
-    was_stopped: bool = False  # ended by a stop string
+    was_stopped: str = ""  # the stop string that ended it, empty where none did
     reward: float | None = None
     num_waiting: int = 0  # requests that await this answer
     reached_agent: bool = False
@@ -100,9 +100,8 @@ class Session:
         except Exception as error:
             self.error = self.error or error
             raise
-        turn, text = until_stop(turn, ask.stop, self._tokenizer)
-        held.was_stopped = text is not None
-        said, made = (text or "", []) if held.was_stopped else self._read(ask, turn)
+        turn, before, held.was_stopped = until_stop(turn, ask.stop, self._tokenizer)
+        said, made = (before, []) if held.was_stopped else self._read(ask, turn)
         held.message = {"role": "assistant", "content": said}
         if made:
             held.message["tool_calls"] = [{"id": f"call_{secrets.token_hex(8)}", **call} for call in made]
@@ -122,6 +121,10 @@ class Session:
             text = f"the model's chat template cannot render these messages: {type(error).__name__}: {error}"
             raise Refused(text, "messages") from error
 
+    def find(self, interaction_id: str) -> Interaction | None:
+        """The answer of that id; None if this session has given none."""
+        return next((i for i in self.interactions if i.id == interaction_id and i.turn is not None), None)
+
     def set_reward(self, interaction_id: str | None, reward: float) -> None:
         """The reward of an interaction, or of the last one; KeyError for an id that this session has not given."""
         done = [i for i in self.interactions if i.turn is not None]
@@ -139,23 +142,26 @@ class Session:
         return [i for i in self.interactions if i.turn is not None and i.reached_agent]
 
 
-def until_stop(turn: Turn, stops: tuple[str, ...], tokenizer: Any) -> tuple[Turn, str | None]:
-    """The turn up to the token that completes a stop string, and its text before that string; None where there is none.
+def until_stop(turn: Turn, stops: tuple[str, ...], tokenizer: Any) -> tuple[Turn, str, str]:
+    """The turn up to the token that completes a stop string, the text before that string, and it; "" where there is none.
 
     A prefix of a sampled sequence is distributed as one sampled with that stop, so nothing else changes.
     """
-    if not stops or _stop_at(turn.output_ids, stops, tokenizer) is None:
-        return turn, None
+
+    def stop_in(num_tokens: int) -> tuple[str, str] | None:
+        text = tokenizer.decode(turn.output_ids[:num_tokens], skip_special_tokens=True)
+        found = min(((text.find(stop), stop) for stop in stops if stop in text), default=None)
+        return None if found is None else (text[: found[0]], found[1])
+
     low, high = 1, len(turn.output_ids)  # the shortest prefix that holds a stop string, by bisection
+    if not stops or stop_in(high) is None:
+        return turn, "", ""
     while low < high:
         middle = (low + high) // 2
-        found = _stop_at(turn.output_ids[:middle], stops, tokenizer) is not None
-        low, high = (low, middle) if found else (middle + 1, high)
-    ids = turn.output_ids[:low]
-    text = tokenizer.decode(ids, skip_special_tokens=True)[: _stop_at(ids, stops, tokenizer)]
+        low, high = (low, middle) if stop_in(middle) else (middle + 1, high)
     short = dataclasses.replace(
         turn,
-        output_ids=ids,
+        output_ids=turn.output_ids[:low],
         sampler_logprobs=turn.sampler_logprobs[:low],
         output_mask=turn.output_mask[:low],
         versions=turn.versions[:low],
@@ -164,9 +170,4 @@ def until_stop(turn: Turn, stops: tuple[str, ...], tokenizer: Any) -> tuple[Turn
         candidates=None if turn.candidates is None else turn.candidates.take(np.arange(low)),
         finish_reason="stop",
     )
-    return short, text
-
-
-def _stop_at(ids: np.ndarray, stops: tuple[str, ...], tokenizer: Any) -> int | None:
-    text = tokenizer.decode(ids, skip_special_tokens=True)
-    return min((at for at in (text.find(stop) for stop in stops) if at >= 0), default=None)
+    return short, *stop_in(low)
