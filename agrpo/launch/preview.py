@@ -104,7 +104,10 @@ def _activations(config: Config, shape: Shape) -> list[str]:
 
 def _server_memory(config: Config, shape: Shape) -> list[str]:
     devices = (config.run.devices or {}).get("server", [])
-    dtype = getattr(config.server, "dtype", None) or config.model.dtype
+    if hasattr(config.server, "served_dtype"):
+        dtype = config.server.served_dtype(config)
+    else:
+        dtype = getattr(config.server, "dtype", None) or config.model.dtype
     weights = shape.num_parameters * BYTES[dtype]
     if not devices:
         return [f"server     {weights / GIB:.1f} GiB: weights in {dtype}, beside the key-value cache"]

@@ -75,8 +75,7 @@ def server_command(
 
 
 def _model_options(server: Any, config: Any) -> list[Option]:
-    dtype = trainer_dtype(config.model) if server.dtype == "auto" else server.dtype
-    options: list[Option] = [("--dtype", dtype), ("--seed", str(config.run.seed))]
+    options: list[Option] = [("--dtype", server.served_dtype(config)), ("--seed", str(config.run.seed))]
     options += [("--max-model-len", str(server.context_length(config)))]
     if config.model.tokenizer_path:
         options.append(("--tokenizer", config.model.tokenizer_path))

@@ -13,7 +13,7 @@ from typing import Any
 
 from agrpo.config.model_folder import shape_of
 from agrpo.schema import setting
-from agrpo.serve.flags import ServerCommand, server_command
+from agrpo.serve.flags import ServerCommand, server_command, trainer_dtype
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -96,6 +96,10 @@ class Vllm:
         wanted = wanted or self.max_prompt_length + config.sampler.max_completion_length
         shape = shape_of(config.model.path)
         return min(wanted, shape.max_positions) if shape and shape.max_positions else wanted
+
+    def served_dtype(self, config: Any) -> str:
+        """--dtype: what the trainer computes in, unless it is given."""
+        return trainer_dtype(config.model) if self.dtype == "auto" else self.dtype
 
     def planned(self, run_dir: Path, config: Any, port: int, num_gpus: int) -> ServerCommand:
         """Command and environment for `num_gpus` GPUs (0 = CPU build)."""
