@@ -26,6 +26,7 @@ class WeightServer:
         self.tensors: dict[str, torch.Tensor] = {}
         self.calls: list[str] = []
         self.manifests: list[dict] = []
+        self.init_infos: list[dict] = []
         self.fail_at: str | None = None
         self.ignored: set[str] = set()  # names that are received and dropped
         self.is_paused, self.version, self.clear_cache = False, None, None
@@ -101,6 +102,7 @@ class WeightServer:
 
     async def _init(self, request: web.Request) -> web.Response:
         info = (await request.json())["init_info"]
+        self.init_infos.append(info)
         module, name = self.receiver_path.rsplit(".", 1)
         receiver = getattr(importlib.import_module(module), name)
         if self.receiver is not None:
@@ -126,7 +128,10 @@ class WeightServer:
         return await _json({})
 
     async def _reload(self, request: web.Request) -> web.Response:
-        folder = Path((await request.json())["kwargs"]["weights_path"])
+        path = (await request.json())["kwargs"].get("weights_path")
+        if path is None:  # what it started with: nothing
+            return await _json({})
+        folder = Path(path)
         for file in sorted(folder.glob("*.safetensors")):
             self.tensors.update(load_file(file))
         return await _json({})
