@@ -104,3 +104,15 @@ def test_server_without_an_answer_is_named(server):
     server.fail_at = "/inference/v1/generate"
     with pytest.raises(ServerError, match="proof .* got no answer: POST .* answered 500: told to fail"):
         make_proof(server).check(scorer_of(make_table(1)), 1)
+
+
+def test_a_server_without_the_token_endpoint_is_asked_for_a_completion():
+    answers = []
+    for endpoint in (0, 1):
+        with stub_server(tokens=7, heads=4, bodies=1, token_endpoint=endpoint) as url:
+            control = ServerControl([url], 10)
+            answers.append(parse_answer(control.generate(url, [2, 3], "stub", {"logprobs": 4}), 4))
+    completion, tokens = answers
+    assert completion.ids.shape == (7, 5) and completion.output_ids.tolist() == tokens.output_ids.tolist()
+    for mine, other, a, b in zip(completion.ids, tokens.ids, completion.sampler_logprobs, tokens.sampler_logprobs, strict=True):
+        assert dict(zip(mine.tolist(), a.tolist(), strict=True)) == dict(zip(other.tolist(), b.tolist(), strict=True))

@@ -142,39 +142,52 @@ def test_cache_setting_decides_whether_the_pause_clears_it(mechanism, make_serve
         assert server.clear_cache == cleared
 
 
-@pytest.mark.parametrize("step", ["/is_paused", "/init_weight_transfer_engine", "/pause", "/start_weight_update"])
-def test_failure_before_the_first_tensor_resumes_the_server(step, make_server, tmp_path):
-    server = make_server(Gloo.receiver)
+UNTOUCHED, PARTIAL, COMPLETE = "no weight was changed", "partial weights and stays paused", "all weights arrived, but"
+AFTER = {
+    "gloo": {
+        "/is_paused": UNTOUCHED,
+        "/server_info": UNTOUCHED,
+        "/get_world_size": UNTOUCHED,
+        "/init_weight_transfer_engine": UNTOUCHED,
+        "/pause": UNTOUCHED,
+        "/start_weight_update": UNTOUCHED,
+        "/update_weights": UNTOUCHED,
+        "/finish_weight_update": PARTIAL,
+        "/resume": COMPLETE,
+    },
+    "disk": {
+        "/is_paused": UNTOUCHED,
+        "/pause": UNTOUCHED,
+        "/server_info": UNTOUCHED,
+        "/collective_rpc": PARTIAL,
+        "/update_weight_version": PARTIAL,
+        "/resume": COMPLETE,
+    },
+}
+
+
+@pytest.mark.parametrize(("mechanism_name", "step"), [(name, step) for name in AFTER for step in AFTER[name]])
+def test_a_failure_at_any_call_leaves_the_server_running_or_paused_and_said(
+    mechanism_name, step, make_server, tmp_path
+):
+    """Untouched it runs on with what it had; else it stays paused until a new sender has sent everything."""
+    server, tensors = make_server(Gloo.receiver), make_tensors()
     server.fail_at = step
-    with pytest.raises(ServerError, match=f"version 3 failed at .*{step}.* answered 500: told to fail"):
-        open_sender("gloo", server, tmp_path).send(iter(make_tensors().items()), 3, no_barrier)
-    assert not server.is_paused and server.tensors == {}
-    assert "/finish_weight_update" not in server.calls
-
-
-def test_update_call_that_fails_at_once_counts_as_nothing_sent(make_server, tmp_path):
-    server = make_server(Gloo.receiver)
-    server.fail_at = "/update_weights"
+    state = AFTER[mechanism_name][step]
     began = time.monotonic()
-    with pytest.raises(ServerError, match="failed at transfer: .*told to fail; no weight was changed"):
-        open_sender("gloo", server, tmp_path).send(iter(make_tensors().items()), 3, no_barrier)
+    with pytest.raises(ServerError, match=f"version 3 failed at .*{step}.* answered 500: told to fail; .*{state}"):
+        open_sender(mechanism_name, server, tmp_path).send(iter(tensors.items()), 3, no_barrier)
     assert time.monotonic() - began < 5
-    assert not server.is_paused and "/finish_weight_update" not in server.calls
-
-
-@pytest.mark.parametrize(
-    ("mechanism_name", "step"),
-    [("gloo", "/finish_weight_update"), ("gloo", "/resume"), ("disk", "/collective_rpc"), ("disk", "/resume")],
-)
-def test_failure_after_the_first_tensor_leaves_the_server_paused(mechanism_name, step, make_server, tmp_path):
-    server = make_server(Gloo.receiver)
-    server.fail_at = step
-    state = "all weights arrived, but" if step == "/resume" else "the server holds partial weights and stays paused"
-    with pytest.raises(ServerError, match=f"{step} answered 500: told to fail; {state}"):
-        open_sender(mechanism_name, server, tmp_path).send(iter(make_tensors().items()), 3, no_barrier)
-    assert server.is_paused
-    if step == "/collective_rpc":
-        assert "/update_weight_version" not in server.calls and "/resume" not in server.calls
+    assert server.is_paused == (state != UNTOUCHED)
+    assert (server.tensors == {}) == (state == UNTOUCHED or step == "/collective_rpc")
+    if state == UNTOUCHED:
+        assert "/finish_weight_update" not in server.calls and server.version is None
+    if state == PARTIAL:
+        assert "/resume" not in server.calls
+    server.fail_at = None
+    open_sender(mechanism_name, server, tmp_path).send(iter(tensors.items()), 4, no_barrier)
+    assert_arrived(server, tensors)
+    assert not server.is_paused and server.version == "4"
 
 
 def test_second_bucket_that_fails_leaves_the_server_paused(make_server, tmp_path):
