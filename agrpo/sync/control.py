@@ -20,7 +20,7 @@ MAX_ERROR_TEXT = 2000  # characters of a server's answer shown to the user
 
 
 class MissingEndpoint(ServerError):
-    """The server answered 404: the endpoint does not exist there (SRV-17)."""
+    """The endpoint does not exist at this server (SRV-17)."""
 
 
 class ServerControl:
@@ -50,7 +50,9 @@ class ServerControl:
         finally:
             connection.close()
         if status >= 400:
-            kind = MissingEndpoint if status == 404 else ServerError
+            # vLLM answers 403 on the token endpoint where it was started without the flag that its answer names.
+            is_missing = status == 404 or (status == 403 and "--enable-scale-out" in text)
+            kind = MissingEndpoint if is_missing else ServerError
             raise kind(f"{where} answered {status}: {_error_text(text)}")
         return _decoded(text)
 
@@ -151,11 +153,27 @@ class ServerControl:
         return str(dtype).removeprefix("torch.") if dtype else None
 
     def generate(self, url: str, token_ids: Sequence[int], model: str | None, params: dict[str, Any]) -> dict:
-        """Sample one answer; returns the first choice of /inference/v1/generate."""
-        body = {"token_ids": list(token_ids), "request_id": "weight-proof", "sampling_params": params}
-        if model is not None:
-            body["model"] = model
-        return self.request(url, "POST", "/inference/v1/generate", body)["choices"][0]
+        """Sample one answer; a choice as of /inference/v1/generate, from /v1/completions where only that is offered."""
+        named = {} if model is None else {"model": model}
+        body = {"token_ids": list(token_ids), "request_id": "weight-proof", "sampling_params": params, **named}
+        try:
+            return self.request(url, "POST", "/inference/v1/generate", body)["choices"][0]
+        except MissingEndpoint:
+            as_ids = {"return_token_ids": True, "return_tokens_as_token_ids": True}
+            body = {"prompt": list(token_ids), **params, **as_ids, **named}
+            return _with_content(self.request(url, "POST", "/v1/completions", body)["choices"][0])
+
+
+def _with_content(choice: dict) -> dict:
+    """A choice of /v1/completions with its log-probs in the form of /inference/v1/generate."""
+    logprobs, content = choice["logprobs"], []
+    for token, value, top in zip(
+        choice["token_ids"], logprobs["token_logprobs"], logprobs["top_logprobs"], strict=True
+    ):
+        ranked = sorted(top.items(), key=lambda item: -item[1])
+        others = [{"token_id": int(name.removeprefix("token_id:")), "logprob": v} for name, v in ranked]
+        content.append({"token_id": token, "logprob": value, "top_logprobs": others})
+    return {**choice, "logprobs": {"content": content}}
 
 
 def _decoded(text: str) -> Any:

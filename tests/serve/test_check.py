@@ -63,7 +63,7 @@ def served(server, **values):
 # row, what is wrong with the server, the configuration, the row's state, words of what was found, the fix
 CASES = [
     ("version", lambda s: s.answers.update({"/version": (200, {"version": "0.31.2"})}), (), "warn", "20 to 40 %", "pip install"),
-    ("version", lambda s: s.answers.update({"/version": (200, {"version": "0.27.1"})}), ("sampler.top_k=7", "server=external"), "warn", "biased", "pip install"),
+    ("version", lambda s: s.answers.update({"/version": (200, {"version": "0.27.1"})}), ("sampler.top_k=7",), "fail", "no candidate sets", "pip install"),
     ("version", lambda s: s.answers.update({"/version": (200, {"version": "0.31.2"})}), ("loss=grpo",), "ok", "0.31.2", ""),
     ("development mode", lambda s: s.answers.pop("/server_info"), (), "fail", "/server_info missing", "VLLM_SERVER_DEV_MODE=1"),
     ("model", lambda s: s.entry.update(id="else", root="else"), (), "fail", "server.model_name=else", f"--model {QUICKSTART}"),

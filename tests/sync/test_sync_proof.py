@@ -9,7 +9,8 @@ import torch
 from agrpo.errors import ServerError
 from agrpo.sync.control import ServerControl
 from agrpo.sync.gloo import Gloo
-from agrpo.sync.proof import Proof
+from agrpo.sync.proof import Proof, parse_answer
+from tests.stub_server import stub_server
 
 NUM_TOKENS = 13
 

@@ -34,8 +34,8 @@ def version(look: Look) -> Row:
         return look.skip("version", "not reported")
     parts = tuple(int(part) for part in re.findall(r"\d+", str(text))[:3])
     if str(text)[:1].isdigit() and parts < OLDEST and look.config.sampler.is_truncated:
-        found = f"{text}: no candidate sets before 0.28, so importance ratios under top_k, top_p or min_p are biased"
-        return look.warn("version", found, "pip install -U vllm")
+        found = f"{text}: no candidate sets before 0.28, which top_k, top_p and min_p need"
+        return look.fail("version", found, "pip install -U vllm")
     if str(text)[:1].isdigit() and parts < FAST and look.config.loss.wants_head:
         found = (
             f"{text}: before 0.32, {look.config.sampler.num_sampler_logprobs} log-probs cost 20 to 40 % of the speed"
@@ -63,7 +63,7 @@ def model(look: Look) -> Row:
     if not base:
         return look.fail("model", "/v1/models lists no model", fix)
     id_, root = str(base.get("id")), str(base.get("root") or base.get("id"))
-    if config.server.managed:
+    if getattr(config.server, "managed", True):
         wanted = wanted or path
     if wanted is not None and id_ != wanted and not _is_same(root, wanted):
         return look.fail(
