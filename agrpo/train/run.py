@@ -12,7 +12,7 @@ from typing import Any
 from agrpo.config import Config
 from agrpo.data.rows import gives_prompts
 from agrpo.errors import AgrpoError, ServerError, StallError
-from agrpo.ledger import AdmissionCredit, Intervals, Ledger
+from agrpo.ledger import Intervals, Ledger
 from agrpo.lifecycle import Life, Runtime
 from agrpo.metrics.sinks import open_sinks
 from agrpo.metrics.summary import write_summary
@@ -20,20 +20,15 @@ from agrpo.model import checkpoint as checkpoints
 from agrpo.model.load import load_model, load_tokenizer
 from agrpo.model.optim import Updater
 from agrpo.model.shard import open_mesh, shard
-from agrpo.packer.cost import Cost
 from agrpo.sync.control import ServerControl
-from agrpo.sync.proof import Proof
+from agrpo.train import opening
 from agrpo.train.evaluation import FinalEvaluations
-from agrpo.train.facts import compute_dtype, probe_ids, seed_all, served_model
+from agrpo.train.facts import probe_ids, seed_all, served_model
 from agrpo.train.feeder import Feeder
-from agrpo.train.loop import Trainer
 from agrpo.train.outage import Outage
-from agrpo.train.parity import ParityProbe
 from agrpo.train.ranks import END, IDLE, RESEND, Ranks, Work, divide
 from agrpo.train.record import Recorder
-from agrpo.train.sender import open_sender
 from agrpo.train.state import Progress, checkpoint_to_resume, restore, save
-from agrpo.train.trace import NoTrace, Trace
 
 _IDLE_S = 1.0  # how often rank 0 looks up while it waits for samples
 _LOOK_S = 0.25  # how often while it waits for the last evaluations
@@ -94,67 +89,29 @@ class TrainRun:
         config, ranks = self.config, self.ranks
         server = ServerControl(self.runtime.server_urls, config.server.timeout)
         self.served = served_model(server) if ranks.is_first else {}
-        proof = Proof(
+        self.trainer = opening.open_trainer(
+            config,
             server,
-            model=self.served.get("id"),
-            prompt_ids=probe_ids(self.tokenizer),
-            parity_limit=config.server.parity_limit,
-            trainer_dtype=compute_dtype(config.model),
-            rank=ranks.rank,
-            world_size=ranks.world_size,
-        )
-        self.trainer = Trainer(
-            ranks=ranks,
+            model_name=self.served.get("id"),
+            probe_ids=probe_ids(self.tokenizer),
             model=self.model,
             updater=self.updater,
-            loss=config.loss,
-            sender=open_sender(config, server, self.model, self.run_dir, self.runtime.run_id, ranks),
-            proof=proof,
-            outage=Outage(server, ranks, self.life.beat, lambda: self.stop_requested),
-            parity=ParityProbe(
-                ranks.device,
-                is_truncated=config.sampler.is_truncated,
-                warn=config.run.parity_warn,
-                stop=config.run.parity_stop,
-            ),
-            trace=Trace(self.run_dir, ranks.rank) if config.rollout.dump_to_file else NoTrace(),
-            temperature=config.sampler.temperature,
+            ranks=ranks,
+            run_dir=self.run_dir,
+            run_id=self.runtime.run_id,
             version=self.progress.version,
-            every_steps=config.sync.every_steps,
+            outage=Outage(server, ranks, self.life.beat, lambda: self.stop_requested),
         )
         self.life.beat("sending the first weights")
         # Weights that were synced before they were saved are the same version again: their samples have not aged.
         self.trainer.send_weights(self.progress.version + (not self.progress.is_synced))
 
     def _open_feed(self) -> None:
-        config, progress, num_ranks = self.config, self.progress, self.ranks.world_size
-        budget = config.packer.token_budget or self.served["max_model_len"]
-        if budget < self.served["max_model_len"]:
-            _log.warning(
-                "packer.token_budget=%d is below the server's context of %d tokens: longer samples are dropped",
-                budget, self.served["max_model_len"],
-            )  # fmt: skip
-        accumulation = config.run.gradient_accumulation_steps
-        planner = config.packer.planner(num_ranks, budget, Cost.of_config(self.model.config), accumulation)
-        planner.next_index = progress.step + 1
+        config, progress = self.config, self.progress
         ledger = Ledger(self.run_dir / "ledger.jsonl")
         ledger.start(self.runtime.run_id, progress.ledger)
-        first_version, first_step, every = self.trainer.version, progress.step, config.sync.every_steps
-        credit = AdmissionCredit(
-            config.rollout.max_staleness, config.rollout.allowance_window_steps, budget * num_ranks * accumulation
-        )
-        self.feeder = Feeder(
-            planner=planner,
-            ledger=ledger,
-            credit=credit,
-            settings=config.rollout,
-            version_at=lambda step: first_version + (step - 1) // every - first_step // every,
-            version=first_version,
-            step=first_step,
-            advantage=config.advantage,
-            asks_loop=config.rollout.loop is not None,
-            loop_state=progress.loop_state,
-            adapters=self.trainer.sender.prefix,
+        self.feeder = opening.open_feeder(
+            config, self.trainer, ledger, progress, self.served["max_model_len"], self.ranks.world_size
         )
         # Also a fresh start: a run killed before its first checkpoint left records of steps that come again.
         self.sinks = open_sinks(config.logger, self.run_dir, progress.step)
