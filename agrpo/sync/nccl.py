@@ -43,10 +43,14 @@ class Nccl:
         """The sender of this trainer rank; connects at the first sync."""
         transport = None
         if rank == 0:
+            import torch
+
             from agrpo.sync.bucket import Packer
             from agrpo.sync.libnccl import Communicator, new_unique_id
             from agrpo.sync.nccl_wire import PackedTransport
 
+            # By number: the group is joined in a thread, whose current GPU is the first one.
+            device = torch.device("cuda", torch.device(device).index or torch.cuda.current_device())
             size, join = self.bucket_mb * MIB, partial(Communicator, device=device)
             transport = PackedTransport(server, Packer(size, device, is_dense=True), size, new_unique_id, join)
         return Session(server, transport, world_size=world_size, cache=self.cache, verify_every=self.verify_every)
