@@ -7,7 +7,7 @@ import importlib
 import json
 import sys
 
-NAMES = ("help", "dry_run", "planner", "tree_step", "client", "rollout", "rollout_trl", "turns", "overlap", "sync_gloo")
+NAMES = ("help", "dry_run", "planner", "tree_step", "client", "rollout", "rollout_trl", "turns", "agent_turns", "overlap", "sync_gloo")
 
 
 def main(names: list[str]) -> int:
