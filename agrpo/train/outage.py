@@ -23,7 +23,7 @@ AWAY, HELD = "away", "held"  # no answer; an answer and another label than FRESH
 LOOK_LIMIT_S = 5.0  # for one question
 LOOK_EVERY_S = 0.5
 SURE_AFTER = 3  # looks at which every server must be well before a failure counts as not caused by an outage
-WAIT, RETRY, GIVE_UP = 0, 1, 2
+WAIT, GO_ON, GIVE_UP = 0, 1, 2
 _log = logging.getLogger(__name__)
 
 
@@ -52,34 +52,48 @@ class Outage:
         self._has_begun = True
         return is_fresh
 
+    def await_up(self) -> None:
+        """Before the first question: until every server answers; one may have died since the run found it healthy."""
+        deadline = time.monotonic() + self.server.timeout_s
+        if self._wait(lambda: self._decide(AWAY not in self._looks(), deadline)) == GIVE_UP:
+            raise ServerError(self._too_late(f"{', '.join(self.server.urls)}: no answer"))
+
     def wait_out(self, failure: ServerError) -> None:
         """After a failed sync: return once a server that was started again can take another; else raise the failure.
 
         The wait ends after `server.timeout` seconds. A server that answers and was not started again is no outage.
         """
         deadline, num_well = time.monotonic() + self.server.timeout_s, 0
-        while True:
-            verdict = GIVE_UP
-            if self.ranks.is_first:
-                looks = self._looks()
-                num_well = 0 if AWAY in looks or FRESH in looks else num_well + 1
-                verdict = self._verdict(looks, num_well, deadline)
-            verdict = self.ranks.tell(verdict)
-            if verdict == GIVE_UP:
-                if time.monotonic() > deadline:
-                    text = f"no server came back within {self.server.timeout_s:g} s; raise server.timeout"
-                    raise ServerError(f"{failure}; {text}") from failure
-                raise failure
-            if verdict == RETRY:
-                _log.warning("%s; the server is back, the sync is repeated", failure)
-                return
+
+        def decide() -> int:
+            nonlocal num_well
+            looks = self._looks()
+            num_well = 0 if AWAY in looks or FRESH in looks else num_well + 1
+            if num_well >= SURE_AFTER:
+                return GIVE_UP
+            return self._decide(FRESH in looks and AWAY not in looks, deadline)
+
+        if self._wait(decide) == GO_ON:
+            _log.warning("%s; the server is back, the sync is repeated", failure)
+        elif time.monotonic() > deadline:
+            raise ServerError(self._too_late(str(failure))) from failure
+        else:
+            raise failure
+
+    def _decide(self, is_over: bool, deadline: float) -> int:
+        if self.is_asked_to_stop() or time.monotonic() > deadline:
+            return GIVE_UP
+        return GO_ON if is_over else WAIT
+
+    def _wait(self, decide: Callable[[], int]) -> int:
+        """All ranks look up together until rank 0 has decided."""
+        while (verdict := self.ranks.tell(decide() if self.ranks.is_first else WAIT)) == WAIT:
             self.beat("waiting for the server")
             time.sleep(LOOK_EVERY_S)
+        return verdict
 
-    def _verdict(self, looks: list[str], num_well: int, deadline: float) -> int:
-        if self.is_asked_to_stop() or num_well >= SURE_AFTER or time.monotonic() > deadline:
-            return GIVE_UP
-        return RETRY if FRESH in looks and AWAY not in looks else WAIT
+    def _too_late(self, text: str) -> str:
+        return f"{text}; no server came back within {self.server.timeout_s:g} s; raise server.timeout"
 
     def _claim(self) -> bool:
         fresh = [url for url, look in zip(self.server.urls, self._looks(), strict=True) if look == FRESH]

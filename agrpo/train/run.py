@@ -88,6 +88,8 @@ class TrainRun:
         """The first sync makes the server equal to the trainer before any prompt is sent (SYNC-2, RES-13)."""
         config, ranks = self.config, self.ranks
         server = ServerControl(self.runtime.server_urls, config.server.timeout)
+        outage = Outage(server, ranks, self.life.beat, lambda: self.stop_requested)
+        outage.await_up()
         self.served = served_model(server) if ranks.is_first else {}
         self.trainer = opening.open_trainer(
             config,
@@ -100,7 +102,7 @@ class TrainRun:
             run_dir=self.run_dir,
             run_id=self.runtime.run_id,
             version=self.progress.version,
-            outage=Outage(server, ranks, self.life.beat, lambda: self.stop_requested),
+            outage=outage,
         )
         self.life.beat("sending the first weights")
         # Weights that were synced before they were saved are the same version again: their samples have not aged.

@@ -114,3 +114,17 @@ def test_the_wait_has_an_end(server):
         make_outage(server, is_asked_to_stop=lambda: True).wait_out(FAILURE)
     assert raised.value is FAILURE
     server.start()
+
+
+def test_a_server_that_starts_again_before_the_first_sync_is_waited_for(server):
+    outage = make_outage(server, timeout_s=5.0)
+    outage.await_up()
+    server.stop()
+    timer = threading.Timer(0.7, server.start)
+    timer.start()
+    outage.await_up()
+    timer.join()
+    server.stop()
+    with pytest.raises(ServerError, match="no answer; no server came back within 0.3 s"):
+        make_outage(server, timeout_s=0.3).await_up()
+    server.start()
