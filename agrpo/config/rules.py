@@ -126,8 +126,6 @@ def _rollout(config: Config) -> Iterator[str]:
             yield f"rollout.{key} must be a plain folder name (letters, digits, - _ .), got {name!r}"
     if rollout.accept_fn:
         yield from _importable("rollout.accept_fn", rollout.accept_fn)
-    if rollout.loop is not None:
-        yield "rollout.loop is not used by this version; leave it null"
 
 
 def _checkpoint(config: Config) -> Iterator[str]:

@@ -186,6 +186,10 @@ class Visit:
     def kind(self) -> Kind:
         return self._pool.kind
 
+    @property
+    def cls(self) -> type:
+        return type(self._instance)
+
     def bound(self) -> dict[str, Callable[..., Any]]:
         return {name: getattr(self._instance, name) for name in self.kind.tools}
 

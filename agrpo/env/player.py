@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import hashlib
 import struct
 import time
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,7 +19,7 @@ from agrpo.env.render import Growing, Messages, Renderer
 from agrpo.env.threads import Threads
 from agrpo.env.toolbox import Toolbox
 from agrpo.env.tools import Tool
-from agrpo.errors import ConfigError, RolloutFailure
+from agrpo.errors import ConfigError, ContractError, RolloutFailure
 from agrpo.types import Prompt, Rollout, Turn
 
 Generate = Callable[..., Awaitable[Turn]]  # (prompt_ids, (group_id, slot, turn)) -> Turn
@@ -87,14 +88,18 @@ class Player:
         self, prompt: Prompt, generate: Generate, group_id: int, slot: int, prompt_ids: np.ndarray | None = None
     ) -> Rollout:
         """One rollout; RolloutFailure where a request or the environment failed. `prompt_ids` is the prompt rendered."""
-        if self._kinds:
-            return await self._play_environment(prompt, generate, group_id, slot)
-        began, toolbox = time.monotonic(), self._toolbox(None)
-        talk = await self._talk(prompt.messages, generate, group_id, slot, toolbox, None, prompt_ids)
-        return self._rollout(talk, toolbox, began)
+        async with self.stage(prompt, group_id, slot, prompt_ids) as stage:
+            return await stage.rewarded(await stage.chat(stage.messages, stage.tools, generate))
 
-    async def _play_environment(self, prompt: Prompt, generate: Generate, group_id: int, slot: int) -> Rollout:
-        began, pool = time.monotonic(), self._pools[self._kind_of(prompt)]
+    @contextlib.asynccontextmanager
+    async def stage(
+        self, prompt: Prompt, group_id: int, slot: int, prompt_ids: np.ndarray | None = None
+    ) -> AsyncIterator[Stage]:
+        """What one rollout works with, until its end; RolloutFailure where the environment gives no prompt."""
+        if not self._kinds:
+            yield Stage(self, group_id, slot, prompt.messages, self._toolbox(None), None, prompt_ids)
+            return
+        pool = self._pools[self._kind_of(prompt)]
         visit = Visit(pool, await pool.lease())
         try:
             said = await visit.reset(self._columns(prompt, group_id))
@@ -103,12 +108,9 @@ class Player:
                 raise RolloutFailure(
                     "no_prompt", f"the row has no prompt and {visit.kind.source}.reset() returned none"
                 )
-            toolbox = self._toolbox(visit)
-            talk = await self._talk(messages, generate, group_id, slot, toolbox, visit)
-            reward = await visit.reward()
+            yield Stage(self, group_id, slot, messages, self._toolbox(visit), visit)
         finally:
             await visit.end()
-        return self._rollout(talk, toolbox, began, messages, visit, reward)
 
     def _kind_of(self, prompt: Prompt) -> str:
         if not self._routes:
@@ -180,30 +182,63 @@ class Player:
             message["tool_calls"] = numbered
         return message
 
-    def _rollout(
-        self,
-        talk: Talk,
-        toolbox: Toolbox | None,
-        began: float,
-        messages: Messages | None = None,
-        visit: Visit | None = None,
-        reward: float | None = None,
-    ) -> Rollout:
+    def _rollout(self, talk: Talk, toolbox: Toolbox | None, began: float) -> Rollout:
         last = talk.turns[-1].output_ids
-        measured = toolbox.summary(talk.is_exhausted) if toolbox is not None else ()
-        if visit is not None:
-            times = (("env/reset_s", visit.reset_s), ("env/reward_s", visit.reward_s))
-            measured += tuple((name, seconds, 1.0) for name, seconds in times if seconds is not None)
         return Rollout(
             turns=tuple(talk.turns),
             completion=talk.completion,
-            rewards={visit.kind.source: reward} if visit is not None and reward is not None else {},
             tool_call_count=toolbox.num_calls if toolbox is not None else 0,
             tool_failure_count=toolbox.num_failed if toolbox is not None else 0,
             duration_s=time.monotonic() - began,
             truncated=talk.is_full or not len(last) or int(last[-1]) not in self.eos_ids,
-            prompt=messages,
-            measured=measured,
+            measured=toolbox.summary(talk.is_exhausted) if toolbox is not None else (),
+        )
+
+
+@dataclass(slots=True)
+class Stage:
+    """What one rollout works with: its first messages, its tools and its environment."""
+
+    player: Player
+    group_id: int
+    slot: int
+    messages: Messages
+    toolbox: Toolbox | None
+    visit: Visit | None
+    prompt_ids: np.ndarray | None = None  # the messages rendered, if they are known
+    began: float = field(default_factory=time.monotonic)
+
+    @property
+    def tools(self) -> list[Callable[..., Any]]:
+        """What the model may call: the run's functions and this environment's methods."""
+        if self.toolbox is None:
+            return []
+        return [self.toolbox.bound.get(name, tool.function) for name, tool in self.toolbox.tools.items()]
+
+    async def chat(self, messages: Messages, tools: list[Callable[..., Any]], generate: Generate) -> Rollout:
+        """The built-in rollout from `messages` on; ContractError for tools other than `self.tools`."""
+        if list(tools) != self.tools:
+            raise ContractError("generate_one: the built-in rollout plays with the tools it was given, not with others")
+        ids = self.prompt_ids if messages is self.messages else None
+        player = self.player
+        talk = await player._talk(messages, generate, self.group_id, self.slot, self.toolbox, self.visit, ids)
+        return player._rollout(talk, self.toolbox, self.began)
+
+    async def rewarded(self, rollout: Rollout) -> Rollout:
+        """The finished rollout with what the environment adds: the prompt it began with, its reward and its times."""
+        visit = self.visit
+        if visit is None:
+            return rollout
+        reward = await visit.reward()
+        times = (("env/reset_s", visit.reset_s), ("env/reward_s", visit.reward_s))
+        own = {"env_reward": (visit.cls, reward)} if reward is not None else {}
+        return dataclasses.replace(
+            rollout,
+            rewards=rollout.rewards if reward is None else {**rollout.rewards, visit.kind.source: reward},
+            prompt=self.messages,
+            measured=rollout.measured + tuple((name, seconds, 1.0) for name, seconds in times if seconds is not None),
+            duration_s=time.monotonic() - self.began,
+            extras={**rollout.extras, **own},
         )
 
 

@@ -15,6 +15,7 @@ from agrpo.env import resolve
 from agrpo.errors import AgrpoError, ConfigError
 from agrpo.launch.plan import resolved
 from agrpo.metrics import sinks
+from agrpo.rollout import custom
 
 if TYPE_CHECKING:
     from agrpo.config.runner import Job
@@ -43,7 +44,11 @@ def start(job: Job) -> float | None:
 
 def check(tree: dict[str, Any], devices: Devices) -> tuple[Config, list[str]]:
     """Every check that needs no server, those of the logger and of the user's own code included."""
-    return check_config(tree, devices, more=lambda config: sinks.problems(config.logger) + resolve.problems(config))
+
+    def more(config: Config) -> list[str]:
+        return [*sinks.problems(config.logger), *resolve.problems(config), *custom.problems(config)]
+
+    return check_config(tree, devices, more=more)
 
 
 def _preview(job: Job) -> None:

@@ -50,6 +50,7 @@ async def run(config: Any, run_dir: Path, life: Life) -> None:
     from agrpo.lifecycle import Runtime
     from agrpo.metrics.window import Window
     from agrpo.rollout.completions import CompletionLog
+    from agrpo.rollout.custom import open_custom
     from agrpo.rollout.loop import Policy
 
     runtime = Runtime.load(run_dir)
@@ -83,13 +84,19 @@ async def run(config: Any, run_dir: Path, life: Life) -> None:
         await start_player(player, stack)
         if hasattr(player, "check_rows"):
             await asyncio.to_thread(player.check_rows, rows)
+        custom = open_custom(config, tokenizer, lambda: policy.version)
+        if custom is not None:
+            stack.push_async_callback(custom.close)
+            await custom.setup(link.start.loop_state)
+            player = custom.player(player)
         completions = CompletionLog(run_dir / "completions.jsonl") if config.logger.log_completions else None
         if completions is not None:
             stack.callback(completions.close)
         dump = await asyncio.to_thread(_open_dump, config, tokenizer)
         if dump is not None:
             stack.callback(dump.close)
-        loop = await build_loop(config, rows, player, client, scorer, link, policy, window, life, completions, dump)
+        judge = _judge(config, scorer, window, completions, dump, custom, player)
+        loop = await build_loop(config, rows, player, client, judge, link, policy, window, life, custom)
         await loop.run()
 
 
@@ -142,13 +149,12 @@ async def build_loop(
     rows: Any,
     player: Any,
     client: Any,
-    scorer: Any,
+    judge: Any,
     link: Any,
     policy: Any,
     window: Any,
     life: Any,
-    completions: Any = None,
-    dump: Any = None,
+    custom: Any,
 ) -> Any:
     """The producing loop with every part it works with."""
     from agrpo.data.prompts import prompts_of
@@ -173,7 +179,7 @@ async def build_loop(
         prompts=prompts,
         player=player,
         client=client,
-        judge=_judge(config, scorer, window, completions, dump),
+        judge=judge,
         slots=_slots(config, player, client, places, link, policy),
         places=places,
         watch=ServerWatch(client, cap, places, settings.concurrency.poll_interval, window),
@@ -182,6 +188,7 @@ async def build_loop(
         evaluations={name: (e, prompts_of(e.data.open(), False, 0)) for name, e in config.eval.items()},
         window=window,
         life=life,
+        custom=custom,
     )
 
 
@@ -216,7 +223,7 @@ def _pin(config: Any, link: Any, policy: Any) -> dict[str, Any]:
     return {"pin": adapters.pinned}
 
 
-def _judge(config: Any, scorer: Any, window: Any, completions: Any, dump: Any) -> Any:
+def _judge(config: Any, scorer: Any, window: Any, completions: Any, dump: Any, custom: Any, player: Any) -> Any:
     from agrpo.config import locate
     from agrpo.rollout.judge import Judge
 
@@ -231,6 +238,8 @@ def _judge(config: Any, scorer: Any, window: Any, completions: Any, dump: Any) -
         window,
         completions,
         dump,
+        custom,
+        getattr(player, "merged", lambda group: group),
     )
 
 

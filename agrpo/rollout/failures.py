@@ -9,7 +9,7 @@ from agrpo.errors import ServerError
 from agrpo.types import Rollout
 
 _log = logging.getLogger(__name__)
-NO_ERRORS = {"prompt_too_long", "stale"}  # reasons that say nothing about the health of the run
+NO_ERRORS = {"prompt_too_long", "stale", "returned_none"}  # reasons that say nothing about the health of the run
 _SHOWN = 10  # failures per reason written to the log in full; after them every hundredth
 
 

@@ -21,6 +21,7 @@ from agrpo.errors import AgrpoError, ContractError
 from agrpo.rollout import report
 from agrpo.rollout.completions import CompletionLog
 from agrpo.rollout.concurrency import Places
+from agrpo.rollout.custom import Custom
 from agrpo.rollout.dump import Dump
 from agrpo.types import Group, ReadyGroup
 
@@ -58,7 +59,12 @@ class Judge:
         window: Any,
         completions: CompletionLog | None = None,
         dump: Dump | None = None,
+        custom: Custom | None = None,
+        merged: Callable[[Group], Any] = lambda group: group,
     ):
+        """`merged` is the form in which `accept` sees a group."""
+        self._custom = custom if custom is not None and custom.computes_advantages else None
+        self._merged = merged
         self._completions, self._dump = completions, dump
         self._scorer, self._advantage, self._settings, self._window = scorer, advantage, settings, window
         self._max_completion_length, self._accept = max_completion_length, accept
@@ -85,8 +91,7 @@ class Judge:
     async def _judged(self, judged: _Judged, places: Places) -> ReadyGroup:
         self._check_size(judged.group)
         judged.group = scored = await self._after_queue(judged.group, places)
-        scores = self._advantage.scores(scored, self._max_completion_length)
-        advantages, of_rows = self._advantage.of(scores), self._advantage.of_rows(scores)
+        scores, advantages, of_rows = self._advantages(scored)
         judged.advantages = None if self._advantage.needs_step else of_rows
         # Decided on the rewards, never on the advantages: no advantage function can save a group without signal (ADV-6).
         reason = self._advantage.drop_reason(scores.references)
@@ -102,6 +107,18 @@ class Judge:
         if not ready.samples:
             raise Dropped("no_trained_token")
         return ready
+
+    def _advantages(self, group: Group) -> tuple[Scores, np.ndarray, np.ndarray]:
+        """What they come from, and the advantages of the usable rollouts and of their rows."""
+        advantage, limit = self._advantage, self._max_completion_length
+        if self._custom is None:
+            scores = advantage.scores(group, limit)
+            return scores, advantage.of(scores), advantage.of_rows(scores)
+        totals, given = self._custom.judged(group)
+        scores = advantage.scores(group, limit, totals)
+        # A value that the loop passes on leaves the rows of its rollout their own; any other holds for all of them.
+        is_own = np.repeat(given != advantage.of(scores), scores.row_counts)
+        return scores, given, np.where(is_own, np.repeat(given, scores.row_counts), advantage.of_rows(scores))
 
     def _check_size(self, group: Group) -> None:
         """Enough usable rollouts to learn from (AREAL-WF-43, 45)."""
@@ -170,7 +187,7 @@ class Judge:
 
     def _is_accepted(self, group: Group) -> bool:
         try:
-            return bool(self._accept(group))
+            return bool(self._accept(self._merged(group)))
         except Exception as error:
             raise ContractError(f"rollout.accept_fn raised {type(error).__name__}: {error}") from error
 

@@ -26,6 +26,7 @@ from agrpo.ledger import Intervals
 from agrpo.rollout import report
 from agrpo.rollout.admission import Admission
 from agrpo.rollout.concurrency import Places
+from agrpo.rollout.custom import Custom
 from agrpo.rollout.judge import Dropped, Judge
 from agrpo.rollout.play import Slots
 from agrpo.rollout.server_watch import ServerWatch
@@ -60,11 +61,13 @@ class Loop:
         evaluations: dict[str, tuple[Any, Any]],  # name -> evaluation, its prompts
         window: Any,
         life: Any,
+        custom: Custom | None = None,  # the loop of `rollout.loop`
     ):
         self._settings, self._prompts, self._player, self._client = settings, prompts, player, client
         self._judge, self._slots, self._places, self._watch = judge, slots, places, watch
         self._link, self._policy, self._evaluations = link, policy, evaluations
-        self._window, self._life = window, life
+        self._window, self._life, self._custom = window, life, custom
+        self._check_group = getattr(player, "check", None)
         start = link.start
         self._is_fresh = not start.resolved and not start.ready
         self._done = Intervals([*start.resolved, *((g, g + 1) for g in start.ready)])
@@ -73,6 +76,7 @@ class Loop:
         self._broken: asyncio.Future[None] | None = None
         self._changed = asyncio.Event()
         places.on_change = self._changed.set
+        self._num_rows = len(prompts) if hasattr(prompts, "__len__") else None
         self._num_evaluating, self._num_skipped, self._phase = 0, 0, "starting to generate"
         self._reported_at = self._progress_at = time.monotonic()
 
@@ -104,6 +108,8 @@ class Loop:
                     self.admission.credit(
                         message.taken_tokens, message.pulled_tokens, message.limit_tokens, message.gate_closed
                     )
+                case wire.AskState():
+                    await self._link.send_loop_state(self._custom.state() if self._custom is not None else None)
                 case wire.RunEval():
                     self._spawn(self._evaluate("at_end"))
                 case wire.Finish():
@@ -131,6 +137,10 @@ class Loop:
             began = time.monotonic()
             await self._until(lambda: self.admission.may_start() and not self._num_evaluating)
             self._window.add("rollout/backpressure_s", time.monotonic() - began, 1)
+            # Asked at the last moment: what the loop knows of earlier groups is then as new as it can be.
+            if self._custom is not None and not self._custom.accepts(prompt, self._num_rows):
+                await self._resolve_unplayed(group_id, "filtered")
+                continue
             self.admission.start(group_id)
             yield group_id, prompt, prompt_ids
 
@@ -143,8 +153,11 @@ class Loop:
         if self._num_skipped % 100 == 0:
             _log.warning("skipped: %s (number %d)", text, self._num_skipped + 1)
         self._num_skipped += 1
+        await self._resolve_unplayed(group_id, "prompt_too_long")
+
+    async def _resolve_unplayed(self, group_id: int, reason: str) -> None:
         self._window.add("rollout/skipped_prompt_count", 1)
-        await self._link.send_resolved(group_id, "prompt_too_long")
+        await self._link.send_resolved(group_id, reason)
         self._progress("skipping prompts")
         await asyncio.sleep(0)  # a data set of nothing else must still let the trainer's messages in
 
@@ -195,6 +208,8 @@ class Loop:
         rollouts = await asyncio.gather(*(play(slot) for slot in range(len(places))))
         group = Group(group_id, prompt, tuple(rollouts), versions[0], time.monotonic())
         report.record_played(self._window, group, len(places))
+        if self._check_group is not None:
+            self._check_group(group)
         return group
 
     async def _evaluate(self, when: str) -> None:

@@ -12,6 +12,7 @@ too old when it starts (STA-3, STA-17), and samples carried over to the next ste
 from __future__ import annotations
 
 import dataclasses
+import logging
 import queue
 import threading
 import time
@@ -23,6 +24,10 @@ from agrpo.ledger import AdmissionCredit, Ledger
 from agrpo.metrics.window import Window
 from agrpo.train.measure import step_window
 from agrpo.types import ReadyGroup, Sample, Step
+
+FeederState = tuple[dict[str, Any], bytes, bytes | None]  # ledger; ready groups as frames; state of the user's loop
+LOOP_STATE_S = 30.0
+_log = logging.getLogger(__name__)
 
 
 class Feeder:
@@ -40,12 +45,16 @@ class Feeder:
         step: int,  # steps done
         advantage: Any = None,  # the component, where it needs whole steps
         adapters: str = "",  # what names of adapters begin with, where versions are adapters
+        asks_loop: bool = False,  # the rollout process runs a loop of the user's own, which may keep a state
+        loop_state: bytes | None = None,  # that state, of the checkpoint that is resumed
     ):
         self._planner, self.ledger, self._credit, self._settings = planner, ledger, credit, settings
         self._version_at, self._version, self._step = version_at, version, step
         self._adapters = adapters
         self._lock = threading.RLock()
         self._window = Window()
+        self._asks_loop, self._loop_state = asks_loop, loop_state
+        self._snapshot: FeederState | None = None
         self._groups: dict[int, ReadyGroup] = {}  # groups with samples that are not trained yet
         if getattr(advantage, "needs_step", False):
             planner.advantages = lambda samples: advantage.of_step(samples, self._groups.__getitem__)
@@ -131,12 +140,23 @@ class Feeder:
             window, self._window = self._window, Window()
         return window
 
-    def state(self) -> tuple[dict[str, Any], bytes]:
-        """Ledger state, and the ready groups with their untrained samples as frames, for a checkpoint (RES-2, RES-4)."""
+    def state(self) -> FeederState:
+        """What a checkpoint keeps (RES-2, RES-4): as it was when the user's loop gave its state, where there is one."""
+        if self._asks_loop and self._listener is not None and self._listener.connected.is_set():
+            self._snapshot, deadline = None, time.monotonic() + LOOP_STATE_S
+            self._send(wire.AskState())
+            while self._snapshot is None and self._listener.error is None and time.monotonic() < deadline:
+                time.sleep(0.005)
+            if self._snapshot is not None:
+                return self._snapshot
+            _log.warning("rollout.loop gave no state in %.0f s; the checkpoint keeps the one before", LOOP_STATE_S)
         with self._lock:
-            state = self.ledger.state()
-            groups = [(self._groups[g], tuple(samples)) for g, samples in self._untrained.items()]
-        return state, b"".join(wire.frame(_with_samples(group, samples)) for group, samples in groups)
+            return self._state()
+
+    def _state(self) -> FeederState:
+        groups = [(self._groups[g], tuple(samples)) for g, samples in self._untrained.items()]
+        ready = b"".join(wire.frame(_with_samples(group, samples)) for group, samples in groups)
+        return self.ledger.state(), ready, self._loop_state
 
     def end(self) -> None:
         """No step follows: what arrives or goes stale from now on changes nothing, so that the ledger ends with what the
@@ -177,6 +197,7 @@ class Feeder:
                 pulled_tokens=credit.pulled_tokens,
                 limit_tokens=credit.limit_tokens,
                 adapters=self._adapters,
+                loop_state=self._loop_state,
             )
 
     def _receive(self, message: Any) -> None:
@@ -193,6 +214,10 @@ class Feeder:
                 self.evaluations.setdefault(message.name, []).append(message.result)
                 for key, value in message.result.items():
                     self._window.add(f"eval/{message.name}/{key}", value)
+        elif isinstance(message, wire.LoopState):
+            with self._lock:  # all that was sent before it is recorded, nothing after it
+                self._loop_state = message.state
+                self._snapshot = self._state()
 
     def _record(self, message: ReadyGroup | wire.Resolved) -> None:
         if isinstance(message, wire.Resolved):

@@ -10,9 +10,10 @@ from typing import Any
 from agrpo import wire
 from agrpo.errors import ConfigError
 from agrpo.model import checkpoint as checkpoints
+from agrpo.train.feeder import FeederState
 from agrpo.types import ReadyGroup
 
-STATE, READY = "rollout_state.json", "ready_groups.bin"
+STATE, READY, LOOP = "rollout_state.json", "ready_groups.bin", "loop_state.msgpack"
 _log = logging.getLogger(__name__)
 
 
@@ -26,6 +27,7 @@ class Progress:
     is_synced: bool = False  # the weights are those of `version`
     ledger: dict[str, Any] | None = None
     ready: tuple[ReadyGroup, ...] = ()
+    loop_state: bytes | None = None  # of the user's rollout loop
 
 
 def checkpoint_to_resume(run: Any, run_dir: Path) -> Path | None:
@@ -58,7 +60,8 @@ def restore(folder: Path, model: Any, updater: Any, run: Any, fingerprint: str |
         return Progress(**_counters(state), ledger=ledger)
     groups = tuple(wire.frames(ready.read_bytes())) if ready.exists() else ()
     _log.info("resumed from %s: step %d, version %d, %d ready groups", folder, state["step"], state["version"], len(groups))
-    return Progress(**_counters(state), ledger=ledger, ready=groups)
+    loop_state = (folder / LOOP).read_bytes() if (folder / LOOP).exists() else None
+    return Progress(**_counters(state), ledger=ledger, ready=groups, loop_state=loop_state)
 
 
 def _counters(state: dict[str, Any]) -> dict[str, Any]:
@@ -71,13 +74,13 @@ def save(
     updater: Any,
     section: Any,
     progress: Progress,
-    fed: tuple[dict[str, Any], bytes] | None,
+    fed: FeederState | None,
     fingerprint: str | None,
 ) -> None:
     """Write one checkpoint; collective. `fed` is the feeder's state on rank 0, None elsewhere."""
     files: dict[str, Any] = {}
     if fed is not None:
-        ledger, ready = fed
+        ledger, ready, loop_state = fed
         files[STATE] = {
             "step": progress.step,
             "version": progress.version,
@@ -88,5 +91,7 @@ def save(
         }
         if section.save_ready_groups:
             files[READY] = ready
+        if loop_state is not None:
+            files[LOOP] = loop_state
     checkpoints.save(folder, model, None if section.save_only_model else updater, files)
     checkpoints.prune(folder.parent, section.save_total_limit)

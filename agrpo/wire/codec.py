@@ -32,6 +32,7 @@ class Start(msgspec.Struct, tag=True, frozen=True):
     pulled_tokens: int
     limit_tokens: int
     adapters: str = ""  # what names of adapters begin with, where each version is one (LORA-10)
+    loop_state: bytes | None = None  # of the checkpoint that is resumed (LOOP-16)
 
 
 class VersionUpdate(msgspec.Struct, tag=True, frozen=True):
@@ -55,8 +56,18 @@ class RunEval(msgspec.Struct, tag=True, frozen=True):
     version: int
 
 
+class AskState(msgspec.Struct, tag=True, frozen=True):
+    """A checkpoint is written: send the state of the user's loop (LOOP-16)."""
+
+
 class Finish(msgspec.Struct, tag=True, frozen=True):
     """The run is over: stop, close, exit."""
+
+
+class LoopState(msgspec.Struct, tag=True, frozen=True):
+    """What the user's loop wants kept, as MessagePack; None where it keeps nothing."""
+
+    state: bytes | None
 
 
 class Resolved(msgspec.Struct, tag=True, frozen=True):
@@ -94,7 +105,7 @@ class _ReadyHeader(msgspec.Struct, tag="Ready", frozen=True):
     arrays: list[tuple[str, list[int]]]
 
 
-Message = Start | VersionUpdate | Credit | RunEval | Finish | Resolved | Metrics | EvalResult
+Message = Start | VersionUpdate | Credit | RunEval | AskState | Finish | LoopState | Resolved | Metrics | EvalResult
 _decoder = msgspec.msgpack.Decoder(Message | _ReadyHeader)
 _encoder = msgspec.msgpack.Encoder()
 

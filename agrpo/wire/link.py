@@ -16,6 +16,7 @@ from agrpo.wire.codec import (
     LENGTHS,
     EvalResult,
     Finish,
+    LoopState,
     Message,
     Metrics,
     Resolved,
@@ -46,6 +47,9 @@ class Link:
 
     async def send_eval(self, name: str, result: dict[str, float]) -> None:
         await self._send(encode(EvalResult(name, result)))
+
+    async def send_loop_state(self, state: bytes | None) -> None:
+        await self._send(encode(LoopState(state)))
 
     async def _send(self, buffers: list[bytes | memoryview]) -> None:
         async with self._lock:

@@ -201,9 +201,9 @@ def test_a_checkpoint_keeps_exactly_what_is_not_trained(tmp_path):
     end.run(end.link.send_resolved(4, "zero_std"))
     step = next_step(feeder)  # groups 0 and one sample of group 1
     wait_until(lambda: end.credit is not None and end.credit.pulled_tokens == 60)
-    before, _ = feeder.state()
+    before, _, _ = feeder.state()
     feeder.trained(step)
-    state, frames = feeder.state()
+    state, frames, _ = feeder.state()
     assert before["resolved"] == [(4, 5)] and state["resolved"] == [(0, 2), (4, 5)]
     groups = wire.frames(frames)
     assert [(g.group_id, len(g.samples)) for g in groups] == [(1, 2), (2, 3), (3, 3)]
@@ -229,12 +229,12 @@ def test_nothing_that_arrives_after_the_end_changes_the_ledger_or_the_checkpoint
     end.send(make_group(0, 1))
     wait_until(lambda: end.credit is not None and end.credit.pulled_tokens == 15)
     feeder.end()
-    state, frames = feeder.state()
+    state, frames, _ = feeder.state()
     end.send(make_group(1, 1), make_group(2, -9))
     end.run(end.link.send_resolved(3, "zero_std"))
     end.run(end.link.send_eval("heldout", {"reward": 0.5}))
     wait_until(lambda: feeder.evaluations)
-    assert feeder.state() == (state, frames)
+    assert feeder.state() == (state, frames, None)
     assert [g.group_id for g in wire.frames(frames)] == list(replay(tmp_path / "ledger.jsonl")) == [0]
     feeder.close()
 

@@ -1,0 +1,296 @@
+"""The user's rollout loop at work: found, checked, bound to the run, and called where it overrides something (LOOP)."""
+
+from __future__ import annotations
+
+import contextvars
+import dataclasses
+import inspect
+import logging
+import math
+from collections import Counter
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from agrpo.advantage import checked
+from agrpo.config import locate
+from agrpo.config.build import read_section
+from agrpo.errors import AgrpoError, ConfigError, ContractError, StallError
+from agrpo.rollout.hooks import Rollout, RolloutGroup, RolloutLoop, TurnRecord
+from agrpo.rollout.records import Needs, group_of, record_of, rollout_of, row_of
+from agrpo.types import Group, Prompt, Turn
+from agrpo.types import Rollout as Played
+
+_log = logging.getLogger(__name__)
+ASYNC, PLAIN = ("generate_one", "generate_one_turn", "setup", "close"), ("filter_prompt", "compute_advantages", "state_dict")
+
+
+def problems(config: Any) -> list[str]:
+    """What is wrong with `rollout.loop` and its settings."""
+    rollout = config.rollout
+    if rollout.loop is None:
+        return ["rollout.loop_config needs rollout.loop"] if rollout.loop_config else []
+    try:
+        cls = locate(rollout.loop)
+    except ConfigError as error:
+        return [f"rollout.loop: {line}" for line in error.problems]
+    line = _class_problem(rollout.loop, cls)
+    if line:
+        return [line]
+    lines = _method_problems(rollout.loop, cls)
+    lines += _own_settings(cls, rollout.loop_config)[1]
+    if rollout.workflow is not None and _overrides(cls, "generate_one"):
+        lines.append(
+            f"rollout.workflow and {rollout.loop}.generate_one both say how a rollout is played; set rollout.workflow=null or "
+            "leave generate_one out"
+        )  # COMPAT-32
+    if getattr(config.advantage, "needs_step", False) and _overrides(cls, "compute_advantages"):
+        lines.append(
+            f"{rollout.loop}.compute_advantages is called before a step is known, which level batch needs; set "
+            "advantage.mean_level, advantage.std_level and advantage.token_norm to group or null"
+        )
+    return lines
+
+
+def _class_problem(path: str, cls: Any) -> str | None:
+    qualified = getattr(cls, "__qualname__", "")
+    if "<lambda>" in qualified or "<locals>" in qualified:
+        kind = "a lambda" if "<lambda>" in qualified else "defined inside a function"
+        return f"rollout.loop: {path} is {kind}; write it with class at the top level of a module"
+    if not (isinstance(cls, type) and issubclass(cls, RolloutLoop)):
+        return f"rollout.loop: {path} must be a subclass of agrpo.rollout.RolloutLoop, got {_kind(cls)}"
+    needed = [p for p in inspect.signature(cls).parameters.values() if p.default is p.empty and p.kind < p.VAR_POSITIONAL]
+    if needed:
+        return f"rollout.loop: {path} is made without arguments, but its __init__ needs {needed[0].name}; use setup()"
+    return None
+
+
+def _kind(value: Any) -> str:
+    return f"the class {value.__name__}" if isinstance(value, type) else type(value).__name__
+
+
+def _method_problems(path: str, cls: type) -> list[str]:
+    lines = []
+    for name in (*ASYNC, *PLAIN):
+        is_async = inspect.iscoroutinefunction(getattr(cls, name))
+        if is_async != (name in ASYNC):
+            lines.append(f"rollout.loop: {path}.{name} must be a {'coroutine: async def' if name in ASYNC else 'plain def'}")
+    return lines
+
+
+def _own_settings(cls: type, given: dict[str, Any]) -> tuple[Any, list[str]]:
+    """`rollout.loop_config` as the class's own `Config`, or as it is where there is none; and the faults."""
+    own = getattr(cls, "Config", None)
+    if own is None:
+        return given, []
+    if not dataclasses.is_dataclass(own):
+        return given, [f"rollout.loop: {cls.__name__}.Config must be a dataclass, got {_kind(own)}"]
+    return read_section(given, own, "rollout.loop_config")
+
+
+def _overrides(cls: type, name: str) -> bool:
+    return getattr(cls, name) is not getattr(RolloutLoop, name)
+
+
+class Settings:
+    """`self.config` of a loop: its own settings by name, then the run's configuration."""
+
+    def __init__(self, own: Any, run: Any):
+        self._own, self._run = own, run
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):
+            raise AttributeError(name)
+        own = self._own
+        if isinstance(own, dict):
+            if name in own:
+                return own[name]
+        elif hasattr(own, name):
+            return getattr(own, name)
+        if hasattr(self._run, name):
+            return getattr(self._run, name)
+        raise AttributeError(f"there is no setting {name}; give it as rollout.loop_config.{name}=VALUE")
+
+
+@dataclass(slots=True)
+class Play:
+    """One rollout under way: what the defaults of `generate_one` and `generate_one_turn` work with."""
+
+    generate: Callable[..., Awaitable[Turn]]
+    group_id: int
+    slot: int
+    stage: Any = None  # messages, tools and environment, where the built-in chat can play it
+    asking: Callable[..., Awaitable[Turn]] | None = None  # `generate` through the loop's own `generate_one_turn`
+    num_turns: int = 0
+
+    async def ask(self, prompt_ids: Any) -> TurnRecord:
+        return record_of(await self.generate(np.asarray(prompt_ids, np.int32), self._key()))
+
+    async def chat(self, messages: list[dict[str, Any]], tools: list[Callable]) -> Rollout:
+        return rollout_of(await self.stage.chat(messages, tools, self._numbered))
+
+    async def _numbered(self, ids: np.ndarray, key: tuple[int, int, int], max_tokens: int | None = None) -> Turn:
+        """Requests are counted over the whole rollout: two chats in it must not ask with the same seeds."""
+        return await self.asking(ids, self._key(), max_tokens=max_tokens)
+
+    def _key(self) -> tuple[int, int, int]:
+        key = (self.group_id, self.slot, self.num_turns)
+        self.num_turns += 1
+        return key
+
+
+_playing: contextvars.ContextVar[Play] = contextvars.ContextVar("play")
+
+
+class Custom:
+    """A loop class bound to one run. The parts of the rollout process call it; without a class they never meet it."""
+
+    def __init__(self, loop: RolloutLoop, config: Any, tokenizer: Any, version: Callable[[], int]):
+        self.loop, self._config, self._version = loop, config, version
+        self._name = f"rollout.loop: {type(loop).__qualname__}"
+        sampler = config.sampler
+        self._needs = Needs(sampler.num_sampler_logprobs if config.loss.wants_head else 0, sampler.is_truncated)
+        run = config.run
+        self._last_epoch = math.ceil(run.num_train_epochs) - 1 if run.max_steps is None else None
+        self._rejected: Counter[int] = Counter()
+        loop.config = Settings(_own_settings(type(loop), config.rollout.loop_config)[0], config)
+        loop.tokenizer = tokenizer
+        loop._play = _playing.get
+        loop._advantages = self._default_advantages
+        self.computes_advantages = _overrides(type(loop), "compute_advantages")
+
+    async def setup(self, state: bytes | None) -> None:
+        """`setup`, and then the state of the checkpoint that is resumed."""
+        try:
+            await self.loop.setup()
+            if state is not None:
+                self.loop.load_state_dict(msgspec.msgpack.decode(state, strict=False))
+        except AgrpoError:
+            raise
+        except Exception as error:
+            raise ContractError(f"{self._name}: setup raised {type(error).__name__}: {error}") from error
+
+    async def close(self) -> None:
+        try:
+            await self.loop.close()
+        except Exception as error:
+            _log.warning("%s: close raised %s: %s", self._name, type(error).__name__, error)
+
+    def state(self) -> bytes | None:
+        """`state_dict` as bytes; None where the loop keeps nothing."""
+        try:
+            state = self.loop.state_dict()
+            return None if state is None else msgspec.msgpack.encode(state, enc_hook=_plain)
+        except (TypeError, ValueError, OverflowError) as error:
+            raise ContractError(f"{self._name}: state_dict must give plain values: {error}") from error
+        except Exception as error:
+            raise ContractError(f"{self._name}: state_dict raised {type(error).__name__}: {error}") from error
+
+    def accepts(self, prompt: Prompt, num_rows: int | None) -> bool:
+        """`filter_prompt`. StallError where a whole epoch of `num_rows` prompts is rejected (LOOP-3)."""
+        try:
+            accepted = bool(self.loop.filter_prompt(prompt.row_index, row_of(prompt), prompt.epoch))
+        except Exception as error:
+            raise ContractError(f"{self._name}: filter_prompt raised {type(error).__name__}: {error}") from error
+        if not accepted:
+            self._rejected[prompt.epoch] += 1
+            # After the last epoch the trainer is done: it needs no more prompts.
+            if self._rejected[prompt.epoch] == num_rows and prompt.epoch != self._last_epoch:
+                raise StallError(
+                    f"{self._name}: filter_prompt rejected all {num_rows} prompts of epoch {prompt.epoch}, so no step can follow"
+                )
+        return accepted
+
+    def judged(self, group: Group) -> tuple[np.ndarray, np.ndarray]:
+        """[usable rollouts] total rewards and advantages after `compute_advantages`."""
+        shown = group_of(group)
+        try:
+            given = self.loop.compute_advantages(shown)
+        except AgrpoError:
+            raise
+        except Exception as error:
+            raise ContractError(f"{self._name}: compute_advantages raised {type(error).__name__}: {error}") from error
+        totals = np.asarray(shown.rewards, np.float64)
+        return totals, checked(given, totals, f"{type(self.loop).__qualname__}.compute_advantages")
+
+    def _default_advantages(self, group: RolloutGroup) -> np.ndarray:
+        advantage, limit = self._config.advantage, self._config.sampler.max_completion_length
+        return advantage.of(advantage.scores(group.group, limit, totals=group.rewards))
+
+    def player(self, player: Any) -> Any:
+        """The player that calls what the loop overrides; `player` itself where that is nothing."""
+        cls = type(self.loop)
+        if _overrides(cls, "generate_one"):
+            return OwnRollouts(player, self)
+        return OwnTurns(player, self) if _overrides(cls, "generate_one_turn") else player
+
+    def asking(self, generate: Callable[..., Awaitable[Turn]], version: int) -> Callable[..., Awaitable[Turn]]:
+        """`generate` through the loop's `generate_one_turn`, where it has its own."""
+        if not _overrides(type(self.loop), "generate_one_turn"):
+            return generate
+
+        async def ask(ids: np.ndarray, key: tuple[int, int, int], max_tokens: int | None = None) -> Turn:
+            # The request of a chat already has its number; one that the method repeats counts on from there.
+            token = _playing.set(Play(generate, key[0], key[1], num_turns=key[2]))
+            try:
+                record = await self.loop.generate_one_turn(ids.tolist())
+            finally:
+                _playing.reset(token)
+            return self._needs.turn(record, version, f"{self._name}.generate_one_turn")
+
+        return ask
+
+
+class OwnTurns:
+    """A player whose requests go through the loop's `generate_one_turn`."""
+
+    def __init__(self, player: Any, custom: Custom):
+        self._player, self._custom = player, custom
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._player, name)
+
+    async def play(self, prompt: Prompt, generate: Any, group_id: int, slot: int, prompt_ids: Any = None) -> Played:
+        own = self._custom.asking(generate, self._custom._version())
+        return await self._player.play(prompt, own, group_id, slot, prompt_ids)
+
+
+class OwnRollouts(OwnTurns):
+    """A player that leaves the whole rollout to the loop's `generate_one`."""
+
+    async def play(self, prompt: Prompt, generate: Any, group_id: int, slot: int, prompt_ids: Any = None) -> Played:
+        custom, version = self._custom, self._custom._version()
+        own = custom.asking(generate, version)
+        async with self._player.stage(prompt, group_id, slot, prompt_ids) as stage:
+            token = _playing.set(Play(generate, group_id, slot, stage, own))
+            try:
+                given = await custom.loop.generate_one(stage.messages, stage.tools, group_id)
+            finally:
+                _playing.reset(token)
+            played = custom._needs.rollout(given, version, f"{custom._name}.generate_one", self._player.eos_ids)
+            return await stage.rewarded(played)
+
+
+def _plain(value: Any) -> Any:
+    """numpy's scalars as numbers; anything else cannot be stored."""
+    if isinstance(value, np.generic):
+        return value.item()
+    raise TypeError(f"{type(value).__name__} is no number, text, list or mapping")
+
+
+def open_custom(config: Any, tokenizer: Any, version: Callable[[], int]) -> Custom | None:
+    """The loop that `rollout.loop` names; None where it names none. ConfigError as `problems`."""
+    if config.rollout.loop is None:
+        return None
+    lines = problems(config)
+    if lines:
+        raise ConfigError(lines)
+    cls = locate(config.rollout.loop)
+    try:
+        loop = cls()
+    except Exception as error:
+        raise ContractError(f"rollout.loop: {config.rollout.loop}() raised {type(error).__name__}: {error}") from error
+    return Custom(loop, config, tokenizer, version)
