@@ -97,7 +97,8 @@ class AgentPlayer:
         return self._rollout(prompt, given, time.monotonic() - began)
 
     async def _run(self, prompt: Prompt, session: Session) -> Any:
-        data = {**copy.deepcopy(prompt.columns), "prompt": prompt.messages, "messages": copy.deepcopy(prompt.messages)}
+        columns, messages = copy.deepcopy((prompt.columns, prompt.messages))
+        data = {**columns, "prompt": messages, "messages": messages}
         extra = {
             "base_url": f"{self._proxy.url}/v1",
             "api_key": session.key,

@@ -4,7 +4,9 @@ import asyncio
 import contextvars
 import dataclasses
 import math
+import re
 import time
+from pathlib import Path
 
 import numpy as np
 import openai
@@ -22,6 +24,7 @@ from agrpo.sections import Agent
 from agrpo.sections import Rollout as Settings
 from agrpo.types import Group, Prompt
 
+DOCS = Path(__file__).parents[2] / "docs/agents.md"
 PROMPT = Prompt(0, 0, [{"role": "user", "content": "What is 2 + 3?"}], {"answer": "5"})
 
 
@@ -298,6 +301,14 @@ class Plain:
 def test_a_class_without_async_run_is_refused(tokenizer):
     with pytest.raises(ConfigError, match="async def run"):
         play(tokenizer, Plain())
+
+
+def test_the_example_of_the_documentation_plays(tokenizer):
+    code = re.search(r"```python\n(.*?)```", DOCS.read_text(), re.S)[1]
+    module = {}
+    exec(code, module)
+    rollout = play(tokenizer, module["SecondTry"](), "6", "5")
+    assert rollout.rewards == {"agent": 0.5} and [len(chain) for chain in chains(rollout.turns)] == [2]
 
 
 class PydanticAgent:
