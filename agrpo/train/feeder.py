@@ -11,7 +11,6 @@ too old when it starts (STA-3, STA-17), and samples carried over to the next ste
 
 from __future__ import annotations
 
-import dataclasses
 import logging
 import queue
 import threading
@@ -22,7 +21,9 @@ from typing import Any
 from agrpo import wire
 from agrpo.ledger import AdmissionCredit, Ledger
 from agrpo.metrics.window import Window
+from agrpo.train.account import Account
 from agrpo.train.measure import step_window
+from agrpo.train.untrained import Untrained
 from agrpo.types import ReadyGroup, Sample, Step
 
 FeederState = tuple[dict[str, Any], bytes, bytes | None]  # ledger; ready groups as frames; state of the user's loop
@@ -48,25 +49,21 @@ class Feeder:
         asks_loop: bool = False,  # the rollout process runs a loop of the user's own, which may keep a state
         loop_state: bytes | None = None,  # that state, of the checkpoint that is resumed
     ):
-        self._planner, self.ledger, self._credit, self._settings = planner, ledger, credit, settings
+        self._planner, self.ledger, self._account, self._settings = planner, ledger, Account(credit), settings
         self._version_at, self._version, self._step = version_at, version, step
         self._adapters = adapters
         self._lock = threading.RLock()
         self._window = Window()
         self._asks_loop, self._loop_state = asks_loop, loop_state
         self._snapshot: FeederState | None = None
-        self._groups: dict[int, ReadyGroup] = {}  # groups with samples that are not trained yet
+        self._untrained = Untrained()
         if getattr(advantage, "needs_step", False):
-            planner.advantages = lambda samples: advantage.of_step(samples, self._groups.__getitem__)
-        self._untrained: dict[int, list[Sample]] = {}
+            planner.advantages = lambda samples: advantage.of_step(samples, self._untrained.group)
         self._inbox: queue.SimpleQueue[ReadyGroup] = queue.SimpleQueue()
         self._num_inbox_samples = 0
         self._planned: queue.Queue[tuple[Step, list[Sample], Window]] = queue.Queue(maxsize=1)
         self._in_step: list[Sample] = []
         self._has_ended = False
-        self._raw_tokens, self._unique_tokens, self._gate_closed = 0, 0, False
-        # Samples restored from a checkpoint were never sent on this wire: its counters start that much below zero.
-        self._restored_tokens = 0
         self.evaluations: dict[str, list[dict[str, float]]] = {}
         self.heard_at = 0.0  # time.monotonic() of the rollout process's last message
         self._error: BaseException | None = None
@@ -74,7 +71,7 @@ class Feeder:
 
     def open(self, host: str, port: int, key: str, ready: list[ReadyGroup]) -> None:
         """Start planning from `ready` (saved with a checkpoint) and listen for the rollout process."""
-        self._restored_tokens = sum(group.raw_tokens for group in ready)
+        self._account.restored_tokens = sum(group.raw_tokens for group in ready)
         for group in ready:
             self._accept(group)
         threading.Thread(target=self._plan, name="planner", daemon=True).start()
@@ -95,13 +92,13 @@ class Feeder:
             return None
         raw = sum(len(s.token_ids) for s in samples)
         with self._lock:
-            self._credit.taken(raw)
-            self._credit.step_used(raw)
+            self._account.credit.taken(raw)
+            self._account.credit.step_used(raw)
             self._in_step = samples
             self._window.merge(window)
             # Closed until the sync after this step; without one nothing would open it again (STA-14).
             is_sync_next = self._version_at(step.index + 1) > self._version_at(step.index)
-            self._gate_closed = self._settings.max_staleness == 0 and is_sync_next
+            self._account.gate_closed = self._settings.max_staleness == 0 and is_sync_next
         self._publish()
         return step
 
@@ -111,7 +108,7 @@ class Feeder:
         with self._lock:
             for sample in self._in_step:
                 counts[sample.group_id] = counts.get(sample.group_id, 0) + 1
-                self._forget(sample)
+                self._untrained.forget(sample)
             for group_id, count in counts.items():
                 self.ledger.trained(group_id, count, step.index)
             self._step, self._in_step = step.index, []
@@ -119,7 +116,7 @@ class Feeder:
     def synced(self, version: int) -> None:
         """The server serves `version`."""
         with self._lock:
-            self._version, self._gate_closed = version, False
+            self._version, self._account.gate_closed = version, False
         self._send(wire.VersionUpdate(version))
         self._publish()
 
@@ -154,9 +151,7 @@ class Feeder:
             return self._state()
 
     def _state(self) -> FeederState:
-        groups = [(self._groups[g], tuple(samples)) for g, samples in self._untrained.items()]
-        ready = b"".join(wire.frame(_with_samples(group, samples)) for group, samples in groups)
-        return self.ledger.state(), ready, self._loop_state
+        return self.ledger.state(), self._untrained.frames(), self._loop_state
 
     def end(self) -> None:
         """No step follows: what arrives or goes stale from now on changes nothing, so that the ledger ends with what the
@@ -187,12 +182,12 @@ class Feeder:
 
     def _start_state(self) -> wire.Start:
         with self._lock:
-            credit = self._counters()
+            credit = self._account.message(self._planner.open_tokens)
             return wire.Start(
                 step=self._step,
                 version=self._version,
                 resolved=self.ledger.resolved.to_list(),
-                ready=list(self._untrained),
+                ready=self._untrained.group_ids,
                 taken_tokens=credit.taken_tokens,
                 pulled_tokens=credit.pulled_tokens,
                 limit_tokens=credit.limit_tokens,
@@ -228,8 +223,7 @@ class Feeder:
 
     def _accept(self, group: ReadyGroup) -> None:
         with self._lock:
-            self._groups[group.group_id] = group
-            self._untrained[group.group_id] = list(group.samples)
+            self._untrained.add(group)
             self._num_inbox_samples += len(group.samples)
         self._inbox.put(group)
 
@@ -243,7 +237,7 @@ class Feeder:
                 for sample in group.samples:
                     self._place(sample)
                 with self._lock:
-                    self._credit.pulled(group.raw_tokens)
+                    self._account.credit.pulled(group.raw_tokens)
                 if self._inbox.empty():
                     self._publish()
         except BaseException as error:  # raised again by the training loop, which looks before every wait
@@ -266,7 +260,7 @@ class Feeder:
 
     def _staleness(self, sample: Sample, step_index: int) -> int:
         by_group = self._settings.staleness_stamp == "group"
-        version = self._groups[sample.group_id].version if by_group else sample.oldest_version
+        version = self._untrained.group(sample.group_id).version if by_group else sample.oldest_version
         return self._version_at(step_index) - version
 
     def _drop_oversize(self) -> None:
@@ -278,53 +272,26 @@ class Feeder:
         with self._lock:
             if self._has_ended:
                 return
-            self._credit.taken(len(sample.token_ids))
-            self._forget(sample)
+            self._account.credit.taken(len(sample.token_ids))
+            self._untrained.forget(sample)
             self.ledger.dropped(sample.group_id, reason, 1)
             name = {"stale": "sample/dropped_stale_count", "oversize": "batch/dropped_oversize_count"}[reason]
             self._window.add(name, 1)
 
-    def _forget(self, sample: Sample) -> None:
-        """The sample is trained or dropped; with its last one the group leaves."""
-        rest = [s for s in self._untrained[sample.group_id] if s is not sample]
-        if rest:
-            self._untrained[sample.group_id] = rest
-        else:
-            del self._untrained[sample.group_id], self._groups[sample.group_id]
-
     def _emit(self, step: Step) -> None:
         samples = self._planner.step_samples
         with self._lock:
-            self._raw_tokens += sum(len(s.token_ids) for s in samples)
-            self._unique_tokens += sum(r.num_tokens for m in step.microbatches for r in m.rows)
-            groups = {s.group_id: self._groups[s.group_id] for s in samples}
+            unique = sum(r.num_tokens for m in step.microbatches for r in m.rows)
+            self._account.planned(sum(len(s.token_ids) for s in samples), unique)
+            groups = {s.group_id: self._untrained.group(s.group_id) for s in samples}
             ages = [self._staleness(s, step.index) for s in samples]
             window = step_window(samples, groups, ages, self._planner.statistics(step))
         self._planned.put((step, samples, window))
 
-    def _sharing(self) -> float:
-        """Raw over unique tokens, of the steps planned so far or of the samples in the open one."""
-        if self._unique_tokens:
-            return self._raw_tokens / self._unique_tokens
-        raw, unique = self._planner.open_tokens()
-        return raw / unique if unique else 1.0
-
-    def _counters(self) -> wire.Credit:
-        return wire.Credit(
-            taken_tokens=self._credit.taken_tokens - self._restored_tokens,
-            pulled_tokens=self._credit.pulled_tokens - self._restored_tokens,
-            limit_tokens=self._credit.limit_tokens(self._sharing()),
-            gate_closed=self._gate_closed,
-        )
-
     def _publish(self) -> None:
         with self._lock:
-            self._send(self._counters())
+            self._send(self._account.message(self._planner.open_tokens))
 
     def _send(self, message: Any) -> None:
         if self._listener is not None:
             self._listener.send(message)
-
-
-def _with_samples(group: ReadyGroup, samples: tuple[Sample, ...]) -> ReadyGroup:
-    return dataclasses.replace(group, samples=samples)
