@@ -50,7 +50,8 @@ class Nccl:
             from agrpo.sync.nccl_wire import PackedTransport
 
             # By number: the group is joined in a thread, whose current GPU is the first one.
-            device = torch.device("cuda", torch.device(device).index or torch.cuda.current_device())
+            index = torch.device(device).index
+            device = torch.device("cuda", torch.cuda.current_device() if index is None else index)
             size, join = self.bucket_mb * MIB, partial(Communicator, device=device)
             transport = PackedTransport(server, Packer(size, device, is_dense=True), size, new_unique_id, join)
         return Session(server, transport, world_size=world_size, cache=self.cache, verify_every=self.verify_every)

@@ -70,6 +70,19 @@ def test_a_request_states_every_sampling_setting(url):
         "logprobs": 3,
         "seed": request_seed(42, KEY, 0),
     }
+    assert "cache_salt" not in body
+
+
+def test_requests_are_salted_with_the_version_where_syncs_keep_the_caches(url, text_url):
+    async def run(address):
+        client = await Vllm().connect((address,), None, 42, lambda: 7, 5.0, 4, False, Window(), salts_cache=True)
+        async with client:
+            await client.generate(PROMPT, KEY)
+
+    for address in (url, text_url):
+        before = report(address)["num_requests"]
+        asyncio.run(run(address))
+        assert report(address)["seen"][before]["cache_salt"] == "7"
 
 
 @pytest.mark.parametrize("fault", ["500", "503", "429", "reset"])

@@ -19,7 +19,7 @@ ROOT = Path(__file__).parents[2]
 
 
 def run_ranks(world_size: int, *arguments: str) -> list[tuple[int, str]]:
-    """Exit code and output of each rank; ends them all after 60 s."""
+    """Exit code and output of each rank; ends them all after 180 s, of which imports on a busy machine may take most."""
     with socket.create_server(("127.0.0.1", 0)) as probe:
         port = probe.getsockname()[1]
     shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(world_size)}
@@ -30,7 +30,7 @@ def run_ranks(world_size: int, *arguments: str) -> list[tuple[int, str]]:
         for rank in range(world_size)
     ]
     try:
-        outputs = [rank.communicate(timeout=60)[0] for rank in ranks]
+        outputs = [rank.communicate(timeout=180)[0] for rank in ranks]
     finally:
         for rank in ranks:
             rank.kill()
