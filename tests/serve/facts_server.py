@@ -48,7 +48,8 @@ class FactsServer:
             "/is_paused": (200, {"is_paused": False}),
             "/get_world_size": (200, {"world_size": 1}),
             "/metrics": (200, "vllm:num_requests_running 0"),
-            **{path: (405, None) for path in ("/inference/v1/generate", "/start_weight_update", "/collective_rpc")},
+            "/inference/v1/generate": (400, {"error": {"message": "token_ids: field required"}}),
+            **{path: (405, None) for path in ("/start_weight_update", "/collective_rpc")},
         }
         self.num_tokens = TOKENS.get_vocab_size()
         self.lora_answer: tuple[int, Any] = (404, {"error": {"message": "No adapter found for /x"}})

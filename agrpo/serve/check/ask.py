@@ -15,8 +15,10 @@ TOKENS, COMPLETIONS = "/inference/v1/generate", "/v1/completions"
 UPDATE, CALL, LOAD_ADAPTER = "/start_weight_update", "/collective_rpc", "/v1/load_lora_adapter"
 READ = ("/version", "/v1/models", INFO, "/is_paused", "/get_world_size", "/metrics")
 # Asked with GET though they take POST: 405 says that they are there, and nothing happens.
-PRESENT = (TOKENS, UPDATE, CALL, LOAD_ADAPTER)
-ABSENT = (403, 404, 501)  # vLLM answers 403 where --enable-scale-out is missing
+PRESENT = (UPDATE, CALL, LOAD_ADAPTER)
+# Without --enable-scale-out vLLM still has the path and answers 403 to a POST; an empty one is refused otherwise.
+EMPTY = {TOKENS: (TOKENS, {})}
+ABSENT = (403, 404, 501)
 # The first look at the server's facts runs commands there and may take longer than one limit; the second is quick.
 TRIES = {INFO: 2}
 
@@ -52,6 +54,7 @@ def post(url: str, path: str, body: Any, limit_s: float = LIMIT_S) -> Answer:
 
 
 async def _ask(url: str, posts: dict[str, tuple[str, Any]], limit_s: float) -> dict[str, Answer]:
+    posts = EMPTY | posts
     async with _session(limit_s) as http:
         answers = {"/health": await _answer(http, "GET", url, "/health", None, limit_s)}
         if answers["/health"].status != 200:
