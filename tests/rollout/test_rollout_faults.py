@@ -7,7 +7,7 @@ import random
 
 from agrpo import wire
 from tests.fault_proxy import ANSWERED, FINAL, fault_proxy
-from tests.rollout.test_rollout_loop import RAW, TOKENS, G, produce, until
+from tests.rollout.loop_harness import RAW, TOKENS, G, produce, until
 from tests.stub_server import stub_server
 
 NUM_GROUPS = 40
