@@ -2,6 +2,7 @@
 
 import asyncio
 import gc
+import math
 
 import env_samples
 import pytest
@@ -12,8 +13,10 @@ from agrpo.data.prompts import EndlessPrompts
 from agrpo.env.conversation import Conversation
 from agrpo.env.player import group_seed, with_observation
 from agrpo.errors import ConfigError, RolloutFailure
+from agrpo.metrics.window import Window
+from agrpo.rollout.report import record_played
 from agrpo.sampler.vllm import Vllm
-from agrpo.types import Prompt
+from agrpo.types import Group, Prompt
 
 TWO = {"count": "env_samples.IncrementEnv", "ask": "env_samples.AsyncEnv"}
 
@@ -218,3 +221,26 @@ def test_a_method_and_a_tool_of_one_name_are_refused(tokenizer, monkeypatch):
     both = Conversation(factory="env_samples.IncrementEnv", tools=["env_samples.multiply"])
     with pytest.raises(ConfigError, match="multiply is also a method of IncrementEnv"):
         both.open(tokenizer, Vllm(), 64)
+
+
+def test_every_figure_of_a_play_is_a_declared_metric(tokenizer):
+    """What the rollouts measured reduces to the documented ratios, those without a call included."""
+    said = [call("increment", step=1) + "\n" + call("lost"), "x"]
+    plays = [(row(target=1), said), (row(target=2), ["No."])]
+    (first, _), (second, _) = play(tokenizer, *plays, factory="env_samples.IncrementEnv")
+    window = Window(strict=True)
+    record_played(window, Group(0, row(), (first, second), 1), 2)
+    record = window.record(1)
+    expected = {
+        "tools/call_frequency": 1.0,
+        "tools/failure_frequency": 0.5,
+        "tools/increment/call_count": 1,
+        "tools/increment/failure_count": 0,
+        "tools/unknown_name_count": 1,
+        "tools/parallel_calls_mean": 2,
+        "tools/loop_exhausted_frac": 0,
+    }
+    assert {name: record[name] for name in expected} == expected
+    assert record["env/reset_s"] > 0 and record["env/reward_s"] > 0 and record["tools/latency_s"] > 0
+    record_played(window, Group(0, row(), (second,), 1), 1)
+    assert math.isnan(window.record(2)["tools/failure_frequency"])  # a window without calls
