@@ -1,8 +1,14 @@
 """Adapters on the embedded server: names, folders and slots over many versions, what is refused, and what is left behind."""
 
+import contextlib
 import functools
+import http.server
 import json
-from types import SimpleNamespace
+import os
+import subprocess
+import sys
+import threading
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -171,56 +177,96 @@ def test_a_folder_that_the_server_cannot_read_is_named(server, trained, tmp_path
 LORA = Lora(enabled=True, r=8)
 
 
+@contextlib.contextmanager
 def served(lora_config, parallel=1, missing=()):
-    """What `choose` asks a server: its description, and which endpoints it has."""
+    """A server that only describes itself: what it serves, and which endpoints it lacks."""
     info = {"vllm_config": {"lora_config": lora_config, "parallel_config": {"data_parallel_size": parallel}}}
-    return SimpleNamespace(
-        urls=("http://one",), request=lambda url, method, path: info, offers=lambda url, path: path not in missing
-    )
+
+    class Described(http.server.BaseHTTPRequestHandler):
+        def do_GET(self):
+            is_info = self.path.startswith("/server_info")
+            self.send_response(200 if is_info else 404 if self.path in missing else 405)
+            self.end_headers()
+            self.wfile.write(json.dumps(info).encode() if is_info else b"")
+
+        def log_message(self, *_):
+            """Nothing on the console."""
+
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Described) as server:
+        threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
+        yield ServerControl([f"http://127.0.0.1:{server.server_port}"], 10.0)
+        server.shutdown()
+
+
+GOOD = {"max_lora_rank": 8, "max_loras": 6}
 
 
 def test_the_choice_and_its_reason(server):
-    good = {"max_lora_rank": 8, "max_loras": 6}
-    assert choose(served(good), "auto", LORA, None, 4).sends_adapter
-    assert choose(served(good), "auto", Lora(enabled=True, r=4), None, 4).sends_adapter  # LORA-5
+    with served(GOOD) as good:
+        assert choose(good, "auto", LORA, None, 4).sends_adapter
+        assert choose(good, "auto", Lora(enabled=True, r=4), None, 4).sends_adapter  # LORA-5
+        assert not choose(good, "auto", Lora(), None, 4).sends_adapter
+        assert choose(good, "merged", LORA, None, 4).reason == "sync.mode=merged"
     assert choose(ServerControl([server.url], 10.0), "lora", LORA, None, STALENESS).sends_adapter
-    assert not choose(served(good), "auto", Lora(), None, 4).sends_adapter
-    assert choose(served(good), "merged", LORA, None, 4).reason == "sync.mode=merged"
 
 
 @pytest.mark.parametrize(
-    "answers, merged_only, text",
+    "description, merged_only, text",
     [
-        (served(None), None, "--enable-lora"),
-        (served({"max_lora_rank": 8, "max_loras": 6}, parallel=2), None, "2 data-parallel engines"),
-        (served({"max_lora_rank": 8, "max_loras": 6}), "model.lora.options.use_dora", "use_dora"),
+        ({"lora_config": None}, None, "--enable-lora"),
+        ({"lora_config": GOOD, "parallel": 2}, None, "2 data-parallel engines"),
+        ({"lora_config": GOOD}, "model.lora.options.use_dora", "use_dora"),
     ],
 )
-def test_what_prevents_an_adapter_falls_back_and_is_refused_where_adapters_are_asked_for(answers, merged_only, text):
-    choice = choose(answers, "auto", LORA, merged_only, 4)
-    assert not choice.sends_adapter and text in choice.reason
-    with pytest.raises((ServerError, ConfigError), match=text):
-        choose(answers, "lora", LORA, merged_only, 4)
+def test_what_prevents_an_adapter_falls_back_and_is_refused_where_adapters_are_asked_for(description, merged_only, text):
+    with served(**description) as control:
+        choice = choose(control, "auto", LORA, merged_only, 4)
+        assert not choice.sends_adapter and text in choice.reason
+        with pytest.raises((ServerError, ConfigError), match=text):
+            choose(control, "lora", LORA, merged_only, 4)
 
 
 @pytest.mark.parametrize("mode", ["auto", "lora"])
 @pytest.mark.parametrize(
-    "answers, rank, text",
+    "description, rank, text",
     [
-        (served({"max_lora_rank": 8, "max_loras": 6}), 9, "--max-lora-rank 16"),
-        (served({"max_lora_rank": 8, "max_loras": 5}), 8, "--max-loras 6"),
-        (served({"max_lora_rank": 8, "max_loras": 6}, missing=("/v1/load_lora_adapter",)), 8, "VLLM_ALLOW_RUNTIME_LORA_UPDATING=1"),
+        ({"lora_config": GOOD}, 9, "--max-lora-rank 16"),
+        ({"lora_config": {**GOOD, "max_loras": 5}}, 8, "--max-loras 6"),
+        ({"lora_config": GOOD, "missing": ("/v1/load_lora_adapter",)}, 8, "VLLM_ALLOW_RUNTIME_LORA_UPDATING=1"),
     ],
-)  # fmt: skip
-def test_limits_of_a_server_are_refused_with_the_number_to_use(answers, rank, text, mode):
-    with pytest.raises(ServerError, match=text):
-        choose(answers, mode, Lora(enabled=True, r=rank), None, 4)
+)
+def test_limits_of_a_server_are_refused_with_the_number_to_use(description, rank, text, mode):
+    with served(**description) as control, pytest.raises(ServerError, match=text):
+        choose(control, mode, Lora(enabled=True, r=rank), None, 4)
 
 
 def test_a_server_without_weight_transfer_is_a_warning(caplog):
-    answers = served({"max_lora_rank": 8, "max_loras": 6}, missing=("/start_weight_update",))
-    assert choose(answers, "lora", LORA, None, 4).sends_adapter
+    with served(GOOD, missing=("/start_weight_update",)) as control:
+        assert choose(control, "lora", LORA, None, 4).sends_adapter
     assert "no weight transfer" in caplog.text
+
+
+def test_two_ranks_choose_send_and_fail_alike(server, trained, tmp_path):
+    root = Path(__file__).parents[2]
+    env = {**os.environ, "PYTHONPATH": str(root), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, str(Path(__file__).parent / "adapter_rank.py"), str(trained[0]), server.url, str(tmp_path)]
+    ranks = [
+        subprocess.Popen([*command, str(rank)], env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+        for rank in range(2)
+    ]
+    try:
+        for rank in ranks:
+            output = rank.communicate(timeout=240)[0].decode()
+            assert rank.returncode == 0, output
+    finally:
+        for rank in ranks:
+            rank.kill()
+    first, second = (json.loads((tmp_path / f"seen{rank}.json").read_text()) for rank in range(2))
+    assert first == second and first["gap"] < 1e-5
+    assert "version 2 failed" in first["failure"] and "goes on" in first["failure"]
+    assert first["rank"].startswith("ServerError") and "--max-lora-rank 512" in first["rank"]
+    assert first["kind"].startswith("ConfigError") and first["fallback"] == ["", "Session"]
+    assert adapters_at(server.url) == []
 
 
 def test_the_files_are_those_of_peft(server, trained, tmp_path):
