@@ -84,7 +84,7 @@ class Proxy:
             self._runner = None
 
     async def _handle(self, request: web.Request) -> web.StreamResponse:
-        if request.path not in SAMPLING or request.method != "POST":
+        if request.path not in SAMPLING or request.method != "POST" or await request.read() == b"{}":
             if request.path == "/health" and self.is_unhealthy:
                 return web.Response(status=503)
             return await self._pass_on(request)

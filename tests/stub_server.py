@@ -96,6 +96,8 @@ class Stub:
         return web.json_response({name: getattr(self, name) for name in names})
 
     async def generate(self, request: web.Request) -> web.StreamResponse:
+        if await request.read() == b"{}":
+            return web.json_response({"error": {"message": "nothing was asked"}}, status=400)
         self.num_in_flight += 1
         self.max_in_flight = max(self.max_in_flight, self.num_in_flight)
         try:

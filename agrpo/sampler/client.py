@@ -98,8 +98,8 @@ class Client:
                 raise ServerError(f"{url} serves {served}, not server.model_name={self.model_name}")
             self.model_name = self.model_name or entry["id"]
             lengths.append(int(entry.get("max_model_len") or 0))
-            # A GET of a path that takes only POST answers 405, a missing one 404.
-            server.speaks_tokens = (await self._http.answer(url, TOKEN_PATH))[0] != 404
+            # An empty request is refused: with 403 by a vLLM without --enable-scale-out, with 404 where the path is missing.
+            server.speaks_tokens = (await self._http.answer(url, TOKEN_PATH, "POST"))[0] not in (403, 404)
             if self.sampler.is_truncated and not server.speaks_tokens:
                 raise ServerError(
                     f"sampler.top_k={self.sampler.top_k} needs candidate sets, but {url} has no {TOKEN_PATH}; start vLLM "

@@ -69,13 +69,13 @@ class Connection:
             raise ServerError(f"{url}{path} did not answer with a JSON object, got {type(value).__name__}")
         return value
 
-    async def answer(self, url: str, path: str) -> tuple[int, bytes]:
-        """Status and body of a GET."""
+    async def answer(self, url: str, path: str, method: str = "GET") -> tuple[int, bytes]:
+        """Status and body of a GET, or of a POST of {}."""
         try:
-            async with self._questions.get(url + path) as answer:
+            async with self._questions.request(method, url + path, json={} if method == "POST" else None) as answer:
                 return answer.status, await answer.read()
         except (aiohttp.ClientError, OSError, TimeoutError) as error:
-            raise Unreachable(f"GET {url}{path} failed: {type(error).__name__}: {error}") from error
+            raise Unreachable(f"{method} {url}{path} failed: {type(error).__name__}: {error}") from error
 
     async def sample(self, url: str, body: dict[str, Any], headers: dict[str, str], is_probe: bool = False) -> bytes:
         """The body of a sampling request's answer; Retryable, or RolloutFailure with the server's own text."""
