@@ -24,7 +24,7 @@ class CompletionLog:
             line = {
                 "group": group.group_id,
                 "version": group.version,
-                "prompt": group.prompt.messages,
+                "prompt": group.prompt.messages if rollout.prompt is None else rollout.prompt,
                 "completion": rollout.completion,
                 "rewards": rollout.rewards,
                 "advantage": advantage,

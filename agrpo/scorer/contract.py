@@ -30,6 +30,7 @@ class Request:
     columns: dict[str, Any]
     completions: list[list[dict[str, Any]]]  # [n]
     completion_ids: list[array.array]  # [n] int32 ids; compact, and needs no numpy in the worker
+    own_prompts: list[list[dict[str, Any]]] | None = None  # [n], where environments changed the row's messages
 
 
 def keywords(request: Request) -> dict[str, list]:
@@ -38,7 +39,7 @@ def keywords(request: Request) -> dict[str, list]:
     extra = {name: [value] * n for name, value in request.columns.items() if name not in NOT_PASSED}
     return {
         **extra,
-        "prompts": [request.messages] * n,
+        "prompts": list(request.own_prompts or [request.messages] * n),
         "completions": list(request.completions),
         "completion_ids": [ids.tolist() for ids in request.completion_ids],
     }

@@ -223,7 +223,9 @@ def _request(group: Group, usable: list[Rollout]) -> Request:
     for joined, rollout in zip(ids, usable, strict=True):
         for turn in rollout.turns:
             joined.frombytes(turn.output_ids.astype("int32", copy=False).tobytes())
-    return Request(group.prompt.messages, group.prompt.columns, [r.completion for r in usable], ids)
+    changed = any(r.prompt is not None for r in usable)
+    own = [r.prompt if r.prompt is not None else group.prompt.messages for r in usable] if changed else None
+    return Request(group.prompt.messages, group.prompt.columns, [r.completion for r in usable], ids, own)
 
 
 def _values(name: str, answer: tuple[Any, ...]) -> tuple[list[float | None], float]:

@@ -244,3 +244,12 @@ def test_every_figure_of_a_play_is_a_declared_metric(tokenizer):
     assert record["env/reset_s"] > 0 and record["env/reward_s"] > 0 and record["tools/latency_s"] > 0
     record_played(window, Group(0, row(), (second,), 1), 1)
     assert math.isnan(window.record(2)["tools/failure_frequency"])  # a window without calls
+
+
+def test_rewards_see_the_prompt_that_the_environment_made(tokenizer):
+    from agrpo.scorer.contract import keywords
+    from agrpo.scorer.functions import _request
+
+    ((rollout, _),) = play(tokenizer, (row(target=4), ["x"]), factory="env_samples.IncrementEnv")
+    group = Group(0, row(target=4), (rollout,), 1)
+    assert keywords(_request(group, group.usable))["prompts"] == [[{"role": "user", "content": "Go. The target is 4."}]]
