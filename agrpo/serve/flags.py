@@ -170,7 +170,8 @@ def trainer_dtype(model: Any) -> str:
 
 def sends_adapters(config: Any) -> bool:
     """Whether the server should serve LoRA adapters (LORA-2); merged weights need none of it."""
-    return config.model.lora.enabled and config.sync.mode != "merged"
+    lora = config.model.lora
+    return lora.enabled and config.sync.mode != "merged" and lora.merged_only is None
 
 
 def lora_rank(rank: int) -> int:
