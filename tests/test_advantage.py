@@ -7,10 +7,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from agrpo.advantage import Grouped, Overlong, checked, normalise
+from agrpo.advantage import Grouped, Overlong, checked, normalise, over_tokens
 from agrpo.errors import ContractError
 from agrpo.schema import violations
-from agrpo.types import Group, Prompt, Rollout, Turn
+from agrpo.types import Group, Prompt, ReadyGroup, Rollout, Sample, Turn
 
 NAN = float("nan")
 
@@ -152,6 +152,116 @@ def test_rollout_time_normalisation_is_the_population_one():
     at_once = Grouped(mean_level=None, std_level=None, rollout_time_norm=True)
     found = advantages_of(at_once, [1.0, 0.0, 0.0, 0.0])
     np.testing.assert_allclose(found, [1.7320508, -0.5773503, -0.5773503, -0.5773503], rtol=1e-6)
+
+
+def row(trained, total=5):
+    none = np.zeros((total, 0), np.int32)
+    mask = np.arange(total) < trained
+    return Turn(
+        np.zeros(2, np.int32), np.zeros(total, np.int32), np.zeros(total, np.float32), mask, np.zeros(total, np.int32),
+        none, none.astype(np.float32), None, "stop",
+    )  # fmt: skip
+
+
+def rows_group(*rollouts):
+    """(reward of the rollout, offsets of its rows, trained tokens of each row, whether the reward was stated) each."""
+    made = tuple(
+        Rollout(tuple(map(row, trained)), [], {"w": reward}, row_offsets=np.array(offsets), has_reference=stated)
+        for reward, offsets, trained, stated in rollouts
+    )
+    return Group(7, Prompt(0, 0, [], {}), made, 0)
+
+
+def test_rows_keep_their_rewards_and_get_the_shift_and_scale_of_their_rollout():
+    group = rows_group((1.0, [-0.19, -0.1, 0], [3, 3, 3], True), (0.0, [0, 0], [3, 3], False))
+    grouped = Grouped(eps=1e-5)
+    scores = grouped.scores(group, 100)
+    np.testing.assert_allclose(scores.rows, [0.81, 0.9, 1, 0, 0])
+    assert scores.references.tolist() == [1, 0] and scores.row_counts.tolist() == [3, 2]
+    np.testing.assert_allclose(grouped.of_rows(scores), [0.61999, 0.79998, 0.99998, -0.99998, -0.99998], atol=1e-5)
+    np.testing.assert_allclose(grouped.of(scores), [0.99998, -0.99998], atol=1e-5)
+    shaped = Grouped(reward_bias=1, reward_scaling=2, reward_clip=3).scores(group, 100)
+    np.testing.assert_allclose(shaped.rows, [3, 3, 3, 2, 2])
+    np.testing.assert_allclose(shaped.references, [3, 2])
+
+
+def test_the_length_penalty_leaves_an_explicit_reference_alone():
+    zone = Overlong(enabled=True, tokens=4)
+    stated = rows_group((1.0, [0, 0], [2, 4], True), (0.0, [0], [1], False))
+    scores = Grouped(overlong=zone).scores(stated, 5)
+    # Zone of 4 before 5: 2 trained tokens lose 0.25, 4 lose 0.75, 1 loses nothing.
+    assert scores.rows.tolist() == [0.75, 0.25, 0.0] and scores.references.tolist() == [1.0, 0.0]
+    with pytest.raises(ContractError, match=r"2 rows of usable rollout 0 .*\(0.75, 0.25\); supply an explicit rollout_reward"):
+        Grouped(overlong=zone).scores(rows_group((1.0, [0, 0], [2, 4], False), (0.0, [0], [1], False)), 5)
+
+
+def sample(group_id, slot, reward, trained=2):
+    none = np.zeros((trained, 0), np.int32)
+    mask = np.array([False] + [True] * trained)
+    return Sample(
+        np.zeros(trained + 1, np.int32), mask, np.zeros(trained + 1, np.float32), np.zeros(trained + 1, np.int32), 0.0,
+        none, none.astype(np.float32), None, group_id, slot, reward,
+    )  # fmt: skip
+
+
+def ready(group_id, references, slots=None):
+    references = np.array(references, np.float64)
+    slots = np.arange(len(references), dtype=np.int32) if slots is None else np.array(slots, np.int32)
+    return ReadyGroup(group_id, 0, 0, (), references, {}, slots, 0, 0.0, references)
+
+
+def test_batch_levels_are_over_the_rollouts_of_the_step():
+    groups = {3: ready(3, [1, 1]), 4: ready(4, [5, 5, 9], slots=[0, 2, 3])}
+    # Rollout 4.0 has two rows; rollout 4.3 (reward 9) has no sample in this step.
+    samples = [sample(4, 0, 5.0), sample(3, 1, 1.0), sample(4, 0, 4.0), sample(3, 0, 1.0), sample(4, 2, 5.0)]
+    found = Grouped(mean_level="batch", std_level=None).of_step(samples, groups.__getitem__)
+    np.testing.assert_allclose(found, [2, -2, 1, -2, 2])  # around (1 + 1 + 5 + 5) / 4 = 3
+    found = Grouped(mean_level="batch", std_level="batch", eps=0).of_step(samples, groups.__getitem__)
+    np.testing.assert_allclose(found, [1, -1, 0.5, -1, 1])
+    # A group's own statistics are over all of its rollouts: deviations 2, 2 and 6 from 3 in group 4, 2 and 2 in group 3.
+    found = Grouped(mean_level="batch", std_level="group", eps=0).of_step(samples, groups.__getitem__)
+    wide = np.sqrt((4 + 4 + 36) / 3)
+    np.testing.assert_allclose(found, [2 / wide, -1, 1 / wide, -1, 2 / wide])
+    found = Grouped(mean_level="group", std_level="batch", eps=0).of_step(samples, groups.__getitem__)
+    mean = 19 / 3
+    std = np.sqrt(2 * (5 - mean) ** 2 / 4)  # both rollouts of group 3 deviate by 0
+    np.testing.assert_allclose(found, [(5 - mean) / std, 0, (4 - mean) / std, 0, (5 - mean) / std])
+
+
+def test_a_step_of_whole_groups_equals_the_table():
+    values = np.array([1.0, 0.0, 3.0, 7.0, 2.0])
+    groups = {0: ready(0, values[:2]), 1: ready(1, values[2:])}
+    samples = [sample(0, i, v) for i, v in enumerate(values[:2])] + [sample(1, i, v) for i, v in enumerate(values[2:])]
+    for settings in (dict(leave_one_out=True), dict(std_unbiased=True), {}):
+        found = Grouped(mean_level="batch", std_level="batch", **settings).of_step(samples, groups.__getitem__)
+        plain = {"unbiased" if k == "std_unbiased" else k: v for k, v in settings.items()}
+        np.testing.assert_allclose(found, normalise(values, mean_level="batch", std_level="batch", **plain))
+
+
+def test_unscorable_rollouts_of_a_step_get_zero():
+    groups = {0: ready(0, [1, NAN, 3])}
+    samples = [sample(0, 0, 1.0), sample(0, 1, NAN), sample(0, 2, 3.0)]
+    found = Grouped(mean_level="batch", std_level="batch", eps=0).of_step(samples, groups.__getitem__)
+    assert found.tolist() == [-1, 0, 1]
+
+
+def test_advantages_over_trained_tokens():
+    found = over_tokens(np.array([1.0, 4.0]), np.array([2, 1]), [np.arange(2)], eps=0)
+    np.testing.assert_allclose(found, [-0.70711, 1.41421], atol=1e-5)  # tokens 1 1 4: mean 2, std sqrt 2
+    alone = over_tokens(np.array([1.0, 4.0]), np.array([2, 1]), [np.arange(2)], eps=0, leave_one_out=True)
+    base = np.array([2.5, 2.5, 1.0])
+    np.testing.assert_allclose(alone, (np.array([1, 4]) - base[1:]) / np.sqrt(((np.array([1, 1, 4]) - base) ** 2).mean()))
+    samples = [sample(0, 0, 1.0, 2), sample(0, 1, 4.0, 1), sample(1, 0, NAN, 3)]
+    grouped = Grouped(token_norm="group", eps=0)
+    np.testing.assert_allclose(grouped.of_tokens(samples, np.array([1.0, 4.0, 0.0])), [-0.70711, 1.41421, 0], atol=1e-5)
+    assert Grouped(token_norm="batch").needs_step and not Grouped(token_norm="group").needs_step
+    assert Grouped(std_level="batch").needs_step and not Grouped().needs_step
+
+
+def test_rollout_time_normalisation_drops_a_group_that_lacks_a_reward():
+    at_once = Grouped(mean_level=None, std_level=None, rollout_time_norm=True)
+    assert at_once.drop_reason(np.array([1.0, 0.0, NAN])) == "under_scored"
+    assert Grouped().drop_reason(np.array([1.0, 0.0, NAN])) is None
 
 
 def test_minimum_usable_rollouts():

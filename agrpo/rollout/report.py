@@ -12,12 +12,8 @@ from agrpo.types import Group, Rollout, Turn
 
 def record_played(window: Any, group: Group, num_slots: int) -> None:
     """Lengths, turns, forks and failures of a group whose slots have all ended."""
+    record_slots(window, group, num_slots)
     usable = group.usable
-    window.add("group/target_slot_count", num_slots)
-    window.add("group/usable_slot_count", len(usable))
-    window.add("group/fully_masked_group", float(not usable))
-    window.add("group/singleton_slot_group", float(len(usable) == 1))
-    window.add("group/pre_filter_usable_slot_yield", len(usable), num_slots)
     for rollout in group.rollouts:
         for name, value, weight in rollout.measured:
             window.add(name, value, weight)
@@ -32,6 +28,16 @@ def record_played(window: Any, group: Group, num_slots: int) -> None:
     window.add("rollout/turns_mean", sum(len(r.turns) for r in usable), len(usable))
     window.add("rollout/turns_max", max(len(r.turns) for r in usable))
     _record_forks(window, usable)
+
+
+def record_slots(window: Any, group: Group, num_slots: int) -> None:
+    """How many of a group's slots ended usable (AREAL-WF-58)."""
+    usable = group.usable
+    window.add("group/target_slot_count", num_slots)
+    window.add("group/usable_slot_count", len(usable))
+    window.add("group/fully_masked_group", float(not usable))
+    window.add("group/singleton_slot_group", float(len(usable) == 1))
+    window.add("group/pre_filter_usable_slot_yield", len(usable), num_slots)
 
 
 def _record_lengths(window: Any, usable: list[Rollout]) -> None:

@@ -28,6 +28,8 @@ RAW = PROMPT_TOKENS + TOKENS
 
 
 class Words:
+    eos_token_id = 1
+
     def apply_chat_template(self, messages, **_):
         return list(range(2, 2 + int(messages[0]["content"])))
 
@@ -48,7 +50,7 @@ class Prompts:
 
 
 class Scripted:
-    """Rewards by a function of (group id, slot); an exception it returns is raised."""
+    """Rewards by a function of (group id, slot), None keeps those of the player; an exception it returns is raised."""
 
     def __init__(self, reward, delay_s=0.0):
         self.reward, self.delay_s, self.num_now, self.num_most = reward, delay_s, 0, 0
@@ -58,6 +60,8 @@ class Scripted:
         self.num_most = max(self.num_most, self.num_now)
         await asyncio.sleep(self.delay_s)
         self.num_now -= 1
+        if self.reward is None:
+            return group
         values = [self.reward(group.group_id, slot) for slot in range(len(group.rollouts))]
         for value in values:
             if isinstance(value, Exception):
