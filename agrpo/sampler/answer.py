@@ -6,6 +6,7 @@ token is one of them, k + 1 where it ranks outside. A completion endpoint lists 
 
 from __future__ import annotations
 
+import itertools
 import re
 from dataclasses import dataclass
 
@@ -38,8 +39,19 @@ class _Token(msgspec.Struct, gc=False):
     top_logprobs: list[_Entry] = []
 
 
+class _Sampled(msgspec.Struct, gc=False):
+    """A `_Token` where no head was asked for: what is listed beside it is skipped unread."""
+
+    token_id: int
+    logprob: float
+
+
 class _Content(msgspec.Struct):
     content: list[_Token]
+
+
+class _SampledContent(msgspec.Struct):
+    content: list[_Sampled]
 
 
 class _Span(msgspec.Struct):
@@ -60,6 +72,14 @@ class _TokenAnswer(msgspec.Struct):
     choices: list[_TokenChoice]
 
 
+class _SampledChoice(_TokenChoice):
+    logprobs: _SampledContent | None = None
+
+
+class _SampledAnswer(msgspec.Struct):
+    choices: list[_SampledChoice]
+
+
 class _TextLogprobs(msgspec.Struct):
     token_logprobs: list[float | None]
     top_logprobs: list[dict[str, float] | None] | None = None
@@ -77,6 +97,7 @@ class _TextAnswer(msgspec.Struct):
 
 
 _tokens = msgspec.json.Decoder(_TokenAnswer)
+_sampled = msgspec.json.Decoder(_SampledAnswer)
 _text = msgspec.json.Decoder(_TextAnswer)
 
 
@@ -94,16 +115,22 @@ class Expected:
 
 def turn_of_tokens(body: bytes, expected: Expected) -> Turn:
     """The turn in an answer of `/inference/v1/generate`; RolloutFailure where the answer cannot be trained on."""
-    choice = _only_choice(_decode(_tokens, body).choices)
+    choice = _only_choice(_decode(_tokens if expected.num_heads else _sampled, body).choices)
     content = choice.logprobs.content if choice.logprobs is not None else []
     output_ids = _output_ids(choice, len(content))
     if [t.token_id for t in content] != choice.token_ids:
         raise RolloutFailure("logprobs", "the log-probs are listed for other tokens than those generated")
     logprobs = np.array([t.logprob for t in content], np.float32)
-    counts = np.fromiter((len(t.top_logprobs) for t in content), np.int64, len(content))
-    ids = np.array([e.token_id for t in content for e in t.top_logprobs], np.int32)
-    values = np.array([e.logprob for t in content for e in t.top_logprobs], np.float32)
-    heads = ranked_heads(output_ids, counts, ids, values, expected.num_heads)
+    if expected.num_heads:
+        listed = [t.top_logprobs for t in content]
+        counts = np.array([len(entries) for entries in listed], np.int64)
+        flat = list(itertools.chain.from_iterable(listed))
+        ids = np.array([e.token_id for e in flat], np.int32)
+        heads = ranked_heads(
+            output_ids, counts, ids, np.array([e.logprob for e in flat], np.float32), expected.num_heads
+        )
+    else:
+        heads = _no_heads(len(output_ids))
     return _turn(choice, expected, output_ids, logprobs, heads, choice.sampling_mask)
 
 
@@ -113,12 +140,14 @@ def turn_of_text(body: bytes, expected: Expected) -> Turn:
     listed = choice.logprobs.token_logprobs if choice.logprobs is not None else []
     output_ids = _output_ids(choice, len(listed))
     logprobs = np.array([np.nan if v is None else v for v in listed], np.float32)
+    if not expected.num_heads:
+        return _turn(choice, expected, output_ids, logprobs, _no_heads(len(output_ids)), None)
     tops = (choice.logprobs.top_logprobs if choice.logprobs is not None else None) or []
-    if expected.num_heads and len(tops) != len(output_ids):
+    if len(tops) != len(output_ids):
         raise RolloutFailure("logprobs", f"{len(tops)} top log-prob lists for {len(output_ids)} tokens")
-    counts = np.fromiter((len(t or ()) for t in tops), np.int64, len(tops))
+    counts = np.array([len(t or ()) for t in tops], np.int64)
     try:
-        ids = np.array([int(key.rpartition(":")[2]) for t in tops for key in t or ()], np.int32)
+        ids = np.array([int(key[key.rfind(":") + 1 :]) for t in tops for key in t or ()], np.int32)
     except ValueError as error:
         raise RolloutFailure("logprobs", "top log-probs are listed by text, not by token id") from error
     values = np.array([v for t in tops for v in (t or {}).values()], np.float32)
@@ -151,6 +180,10 @@ def _output_ids(choice, num_logprobs: int) -> np.ndarray:
     return np.array(choice.token_ids, np.int32)
 
 
+def _no_heads(num_tokens: int) -> tuple[np.ndarray, np.ndarray]:
+    return np.zeros((num_tokens, 0), np.int32), np.zeros((num_tokens, 0), np.float32)
+
+
 def ranked_heads(
     output_ids: np.ndarray, counts: np.ndarray, ids: np.ndarray, logprobs: np.ndarray, num_heads: int
 ) -> tuple[np.ndarray, np.ndarray]:
@@ -159,8 +192,6 @@ def ranked_heads(
     `ids` and `logprobs` hold the listed entries back to back, `counts[i]` of them for token i. With K = 2, sampled 7 and
     the entries 7: -3.0, 5: -0.1, 4: -2.5 the head is 5, 4; with 7: -0.9, 5: -0.6 it is 5, 7.
     """
-    if num_heads == 0:
-        return np.zeros((len(output_ids), 0), np.int32), np.zeros((len(output_ids), 0), np.float32)
     starts = np.concatenate([[0], np.cumsum(counts)[:-1]]) if len(counts) else np.zeros(0, np.int64)
     extra = counts == num_heads + 1
     regular = bool(np.all(extra | (counts == num_heads))) and bool(np.all(ids[starts] == output_ids))
