@@ -68,8 +68,8 @@ class AgentPlayer:
         await self._proxy.close()
 
     def render(self, messages: list[dict[str, Any]]) -> np.ndarray:
-        """Token ids [p] int32 of the prompt's messages: what the agent's first request is likely to be."""
-        return self._rendering.plain(messages)
+        """Token ids [p] int32 of the prompt's messages, what an agent is likely to ask first; none for a row without."""
+        return self._rendering.plain(messages) if messages else np.zeros(0, np.int32)
 
     async def play(
         self, prompt: Prompt, generate: Any, group_id: int, slot: int, prompt_ids: np.ndarray | None = None

@@ -79,9 +79,8 @@ def _tokenizer(path: str | None) -> Any:
 
 
 def _print_list(console: Console, records: list[Record], limit: int) -> None:
-    table = Table(
-        "rollout", "version", "step", "reward", "advantage", "tokens", "trained", "dropped", "answer", box=None
-    )
+    table = Table("rollout", "version", "step", "reward", "advantage", "tokens", "trained", "dropped", box=None)
+    table.add_column("answer", no_wrap=True, overflow="ellipsis")
     for record in records[:limit]:
         fields = record.fields
         answer = fields.get("completion") or (record.messages or [{}])[-1].get("content") or ""

@@ -260,6 +260,21 @@ def test_an_agent_may_change_its_data(tokenizer):
     assert prompt.columns == {"notes": []} and prompt.messages[0]["content"] == "What is 2 + 3?"
 
 
+class Asking(Odd):
+    async def run(self, data, **extra):
+        messages = [{"role": "user", "content": data["question"]}]
+        await api_of(extra).chat.completions.create(model="m", messages=messages)
+        return 1
+
+
+def test_a_row_needs_no_prompt(tokenizer):
+    rollout = play(tokenizer, Asking(), "5", prompt=Prompt(0, 0, [], {"question": "What is 2 + 3?"}))
+    assert rollout.completion == [{"role": "assistant", "content": "5"}]
+    options = {"sampler": Vllm(), "max_model_len": MAX_MODEL_LEN, "eos_ids": frozenset(), "settings": Settings()}
+    player = AgentPlayer(Asking(), tokenizer=tokenizer, **options)
+    assert len(player.render([])) == 0 < len(player.render(PROMPT.messages))
+
+
 class TwoVoices(Odd):
     """Two conversations that alternate."""
 
