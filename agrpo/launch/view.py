@@ -15,7 +15,7 @@ from rich.text import Text
 from agrpo.errors import ConfigError
 from agrpo.launch.recorded import Record, loss_mask, read
 
-_EXCERPT, _WIDEST_GAPS = 48, 10
+_OTHER_COLUMNS, _SHORTEST, _WIDEST_GAPS = 72, 8, 10  # characters, characters, tokens
 _HEAT = ((0.05, ""), (0.2, "yellow"), (float("inf"), "bold red"))  # absolute log-prob gap up to -> style
 
 
@@ -79,8 +79,11 @@ def _tokenizer(path: str | None) -> Any:
 
 
 def _print_list(console: Console, records: list[Record], limit: int) -> None:
-    table = Table("rollout", "version", "step", "reward", "advantage", "tokens", "trained", "dropped", box=None)
-    table.add_column("answer", no_wrap=True, overflow="ellipsis")
+    table = Table(box=None)
+    for name in ("rollout", "version", "step", "reward", "advantage", "tokens", "trained", "dropped"):
+        table.add_column(name, no_wrap=True)
+    table.add_column("answer")
+    excerpt = max(console.width - _OTHER_COLUMNS, _SHORTEST)
     for record in records[:limit]:
         fields = record.fields
         answer = fields.get("completion") or (record.messages or [{}])[-1].get("content") or ""
@@ -94,7 +97,7 @@ def _print_list(console: Console, records: list[Record], limit: int) -> None:
             _number(fields.get("seqlen")),
             _number(trained or None),
             fields.get("dropped") or "",
-            Text(" ".join(answer.split())[:_EXCERPT]),
+            Text(" ".join(answer.split())[:excerpt]),
         )
     console.print(table)
     rewards = [r.fields["reward"] for r in records if r.fields["reward"] is not None]
