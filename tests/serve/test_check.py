@@ -66,6 +66,7 @@ CASES = [
     ("version", lambda s: s.answers.update({"/version": (200, {"version": "0.27.1"})}), ("sampler.top_k=7",), "fail", "no candidate sets", "pip install"),
     ("version", lambda s: s.answers.update({"/version": (200, {"version": "0.31.2"})}), ("loss=grpo",), "ok", "0.31.2", ""),
     ("development mode", lambda s: s.answers.pop("/server_info"), (), "fail", "/server_info missing", "VLLM_SERVER_DEV_MODE=1"),
+    ("development mode", lambda s: s.answers.pop("/server_info"), LORA, "warn", "only adapters", "VLLM_SERVER_DEV_MODE=1"),
     ("model", lambda s: s.entry.update(id="else", root="else"), (), "fail", "server.model_name=else", f"--model {QUICKSTART}"),
     ("model", lambda s: s.entry.update(id="mine"), ("server.model_name=mine",), "ok", "mine", ""),
     ("model", lambda s: None, ("server.model_name=mine",), "fail", "not server.model_name=mine", "--served-model-name mine"),

@@ -10,6 +10,7 @@ from typing import Any
 from agrpo.config.model_folder import read_config
 from agrpo.serve.check.ask import INFO
 from agrpo.serve.check.look import Look, Row
+from agrpo.serve.flags import sends_adapters
 
 # A text that tokenizers cut in different places.
 TEXT = "What is 17 + 25?\n\tdef f(x): return x**2  # na\u00efve \u6570\u5b66 \U0001f642"
@@ -46,12 +47,13 @@ def version(look: Look) -> Row:
 
 def development_mode(look: Look) -> Row:
     """Pause, weight updates and the server's own facts exist in this mode only (SRV-5)."""
-    missing = [
-        path for path in ("/is_paused", "/server_info") if not look.offers(path if path != "/server_info" else INFO)
-    ]
+    paths = {"/is_paused": "/is_paused", "/server_info": INFO}
+    missing = [name for name, path in paths.items() if not look.offers(path)]
     if not missing:
         return look.ok("development mode", "on")
     fix = look.command.words("VLLM_SERVER_DEV_MODE")
+    if sends_adapters(look.config):  # LORA-8
+        return look.warn("development mode", f"off: {' and '.join(missing)} missing, so only adapters can be sent", fix)
     return look.fail("development mode", f"off: {' and '.join(missing)} missing, so no weight can be sent", fix)
 
 

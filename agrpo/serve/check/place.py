@@ -25,7 +25,7 @@ def devices(look: Look) -> Row:
     name, split = "devices", look.config.run.devices or {}
     if not split.get("trainer"):
         return look.ok(name, "the trainer uses no GPU")
-    if look.config.server.managed:
+    if getattr(look.config.server, "managed", True):
         return look.ok(name, f"server on GPU {split.get('server')}, trainer on GPU {split['trainer']}")
     server = server_process(look.url)
     if server is None:
