@@ -157,6 +157,7 @@ def test_all_faults_are_reported_together():
         (["checkpoint.hub.push=end"], ["checkpoint.hub.model_id=owner/name"]),
         (["checkpoint.hub.model_id=plain"], ["owner/name", "'plain'"]),
         (["rollout.dump_to_file=true", "rollout.fileroot=null"], ["rollout.fileroot"]),
+        (["rollout.dump_to_file=true", "rollout.fileroot=/proc/dump"], ["rollout.fileroot", "cannot be written"]),
         (["run.num_processes=2", "model.fsdp.enabled=false"], ["model.fsdp.enabled=false", "run.num_processes=1"]),
         (["model.fsdp.options={cp_size: 2}"], ["cp_size"]),
         (["model.lora.target_modules=[q_proj,lm_head]", "model=lora"], ["lm_head"]),
