@@ -217,3 +217,17 @@ def test_peft_loads_what_is_saved_and_a_resumed_run_goes_on_exactly(tmp_path):
     with pytest.raises(ConfigError, match="model.lora.enabled=true"):
         checkpoint.load(folder, plain, Updater(plain, OPTIMIZER, None))
     assert adapter_config(model)["base_model_name_or_path"] == section.path
+
+
+def test_image_parts_get_no_adapter_and_are_not_sent():
+    shape = dict(hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=2)
+    text = dict(**shape, vocab_size=61, num_key_value_heads=1, head_dim=4, layer_types=["full_attention"])
+    config = transformers.Gemma3Config(
+        text_config=text, vision_config=dict(**shape, image_size=28, patch_size=14), mm_tokens_per_image=4
+    )
+    plain = transformers.Gemma3ForConditionalGeneration(config)
+    expected = checkpoint_names(prepare(plain, replace(SECTION, lora=Lora())))
+    model = prepare(transformers.Gemma3ForConditionalGeneration(config), SECTION)
+    trained = [n for n, p in model.named_parameters() if p.requires_grad]
+    assert trained and all(n.startswith("model.language_model.") for n in trained)
+    assert checkpoint_names(model) == expected == [n for n, _ in full_tensors(model)]
