@@ -76,7 +76,9 @@ class Agent:
         choices=("concat", "individual"),
     )
     turn_discount: float = setting(1.0, "factor per answer by which later rewards count for earlier answers", ge=0, le=1)
-    time_limit: float | None = setting(600.0, "seconds one rollout of an agent may take; null = no limit", gt=0)
+    time_limit: float | None = setting(
+        600.0, "seconds one rollout of an agent, a workflow or a loop's generate_one may take; null = no limit", gt=0
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -15,7 +15,7 @@ from agrpo.env import resolve
 from agrpo.errors import AgrpoError, ConfigError
 from agrpo.launch.plan import resolved
 from agrpo.metrics import sinks
-from agrpo.rollout import custom
+from agrpo.rollout import loop_class
 
 if TYPE_CHECKING:
     from agrpo.config.runner import Job
@@ -46,7 +46,7 @@ def check(tree: dict[str, Any], devices: Devices) -> tuple[Config, list[str]]:
     """Every check that needs no server, those of the logger and of the user's own code included."""
 
     def more(config: Config) -> list[str]:
-        return [*sinks.problems(config.logger), *resolve.problems(config), *custom.problems(config)]
+        return [*sinks.problems(config.logger), *resolve.problems(config), *loop_class.problems(config)]
 
     return check_config(tree, devices, more=more)
 

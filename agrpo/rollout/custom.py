@@ -1,10 +1,9 @@
-"""The user's rollout loop at work: found, checked, bound to the run, and called where it overrides something (LOOP)."""
+"""The user's rollout loop at work: bound to the run, and called where it overrides something (LOOP)."""
 
 from __future__ import annotations
 
+import asyncio
 import contextvars
-import dataclasses
-import inspect
 import logging
 import math
 from collections import Counter
@@ -17,82 +16,14 @@ import numpy as np
 
 from agrpo.advantage import checked
 from agrpo.config import locate
-from agrpo.config.build import read_section
-from agrpo.errors import AgrpoError, ConfigError, ContractError, StallError
+from agrpo.errors import AgrpoError, ConfigError, ContractError, RolloutFailure, StallError
 from agrpo.rollout.hooks import Rollout, RolloutGroup, RolloutLoop, TurnRecord
+from agrpo.rollout.loop_class import overrides, own_settings, problems
 from agrpo.rollout.records import Needs, group_of, record_of, rollout_of, row_of
 from agrpo.types import Group, Prompt, Turn
 from agrpo.types import Rollout as Played
 
 _log = logging.getLogger(__name__)
-ASYNC, PLAIN = ("generate_one", "generate_one_turn", "setup", "close"), ("filter_prompt", "compute_advantages", "state_dict")
-
-
-def problems(config: Any) -> list[str]:
-    """What is wrong with `rollout.loop` and its settings."""
-    rollout = config.rollout
-    if rollout.loop is None:
-        return ["rollout.loop_config needs rollout.loop"] if rollout.loop_config else []
-    try:
-        cls = locate(rollout.loop)
-    except ConfigError as error:
-        return [f"rollout.loop: {line}" for line in error.problems]
-    line = _class_problem(rollout.loop, cls)
-    if line:
-        return [line]
-    lines = _method_problems(rollout.loop, cls)
-    lines += _own_settings(cls, rollout.loop_config)[1]
-    if rollout.workflow is not None and _overrides(cls, "generate_one"):
-        lines.append(
-            f"rollout.workflow and {rollout.loop}.generate_one both say how a rollout is played; set rollout.workflow=null or "
-            "leave generate_one out"
-        )  # COMPAT-32
-    if getattr(config.advantage, "needs_step", False) and _overrides(cls, "compute_advantages"):
-        lines.append(
-            f"{rollout.loop}.compute_advantages is called before a step is known, which level batch needs; set "
-            "advantage.mean_level, advantage.std_level and advantage.token_norm to group or null"
-        )
-    return lines
-
-
-def _class_problem(path: str, cls: Any) -> str | None:
-    qualified = getattr(cls, "__qualname__", "")
-    if "<lambda>" in qualified or "<locals>" in qualified:
-        kind = "a lambda" if "<lambda>" in qualified else "defined inside a function"
-        return f"rollout.loop: {path} is {kind}; write it with class at the top level of a module"
-    if not (isinstance(cls, type) and issubclass(cls, RolloutLoop)):
-        return f"rollout.loop: {path} must be a subclass of agrpo.rollout.RolloutLoop, got {_kind(cls)}"
-    needed = [p for p in inspect.signature(cls).parameters.values() if p.default is p.empty and p.kind < p.VAR_POSITIONAL]
-    if needed:
-        return f"rollout.loop: {path} is made without arguments, but its __init__ needs {needed[0].name}; use setup()"
-    return None
-
-
-def _kind(value: Any) -> str:
-    return f"the class {value.__name__}" if isinstance(value, type) else type(value).__name__
-
-
-def _method_problems(path: str, cls: type) -> list[str]:
-    lines = []
-    for name in (*ASYNC, *PLAIN):
-        is_async = inspect.iscoroutinefunction(getattr(cls, name))
-        if is_async != (name in ASYNC):
-            lines.append(f"rollout.loop: {path}.{name} must be a {'coroutine: async def' if name in ASYNC else 'plain def'}")
-    return lines
-
-
-def _own_settings(cls: type, given: dict[str, Any]) -> tuple[Any, list[str]]:
-    """`rollout.loop_config` as the class's own `Config`, or as it is where there is none; and the faults."""
-    own = getattr(cls, "Config", None)
-    if own is None:
-        return given, []
-    if not dataclasses.is_dataclass(own):
-        return given, [f"rollout.loop: {cls.__name__}.Config must be a dataclass, got {_kind(own)}"]
-    return read_section(given, own, "rollout.loop_config")
-
-
-def _overrides(cls: type, name: str) -> bool:
-    return getattr(cls, name) is not getattr(RolloutLoop, name)
 
 
 class Settings:
@@ -156,11 +87,11 @@ class Custom:
         run = config.run
         self._last_epoch = math.ceil(run.num_train_epochs) - 1 if run.max_steps is None else None
         self._rejected: Counter[int] = Counter()
-        loop.config = Settings(_own_settings(type(loop), config.rollout.loop_config)[0], config)
+        loop.config = Settings(own_settings(type(loop), config.rollout.loop_config)[0], config)
         loop.tokenizer = tokenizer
         loop._play = _playing.get
         loop._advantages = self._default_advantages
-        self.computes_advantages = _overrides(type(loop), "compute_advantages")
+        self.computes_advantages = overrides(type(loop), "compute_advantages")
 
     async def setup(self, state: bytes | None) -> None:
         """`setup`, and then the state of the checkpoint that is resumed."""
@@ -223,13 +154,25 @@ class Custom:
     def player(self, player: Any) -> Any:
         """The player that calls what the loop overrides; `player` itself where that is nothing."""
         cls = type(self.loop)
-        if _overrides(cls, "generate_one"):
+        if overrides(cls, "generate_one"):
             return OwnRollouts(player, self)
-        return OwnTurns(player, self) if _overrides(cls, "generate_one_turn") else player
+        return OwnTurns(player, self) if overrides(cls, "generate_one_turn") else player
+
+    async def within_limit(self, work: Awaitable[Any]) -> Any:
+        """The result of a rollout's own code; RolloutFailure where it takes too long."""
+        limit = self._config.rollout.agent.time_limit
+        try:
+            async with asyncio.timeout(limit) as deadline:
+                return await work
+        except TimeoutError:
+            if not deadline.expired():
+                raise
+            text = f"generate_one took longer than rollout.agent.time_limit={limit:g} s"
+            raise RolloutFailure("timeout", text) from None
 
     def asking(self, generate: Callable[..., Awaitable[Turn]], version: int) -> Callable[..., Awaitable[Turn]]:
         """`generate` through the loop's `generate_one_turn`, where it has its own."""
-        if not _overrides(type(self.loop), "generate_one_turn"):
+        if not overrides(type(self.loop), "generate_one_turn"):
             return generate
 
         async def ask(ids: np.ndarray, key: tuple[int, int, int], max_tokens: int | None = None) -> Turn:
@@ -267,7 +210,7 @@ class OwnRollouts(OwnTurns):
         async with self._player.stage(prompt, group_id, slot, prompt_ids) as stage:
             token = _playing.set(Play(generate, group_id, slot, stage, own))
             try:
-                given = await custom.loop.generate_one(stage.messages, stage.tools, group_id)
+                given = await custom.within_limit(custom.loop.generate_one(stage.messages, stage.tools, group_id))
             finally:
                 _playing.reset(token)
             played = custom._needs.rollout(given, version, f"{custom._name}.generate_one", self._player.eos_ids)

@@ -221,7 +221,8 @@ class Live:
 def _request(group: Group, usable: list[Rollout]) -> Request:
     ids = [array.array("i") for _ in usable]
     for joined, rollout in zip(ids, usable, strict=True):
-        for turn in rollout.turns:
+        joined.extend(rollout.extras.get("completion_ids", ()))  # where a loop of the user's own says what they are
+        for turn in rollout.turns if "completion_ids" not in rollout.extras else ():
             joined.frombytes(turn.output_ids.astype("int32", copy=False).tobytes())
     changed = any(r.prompt is not None for r in usable)
     own = [r.prompt if r.prompt is not None else group.prompt.messages for r in usable] if changed else None

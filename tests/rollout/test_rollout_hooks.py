@@ -1,5 +1,6 @@
 """A loop of the user's own: each method is called when and with what is documented, and what it may break ends in words."""
 
+import asyncio
 import dataclasses
 from types import SimpleNamespace as Bag
 
@@ -10,11 +11,13 @@ import pytest
 from agrpo import wire
 from agrpo.advantage import Grouped
 from agrpo.errors import ContractError, StallError
-from agrpo.rollout import Rollout, RolloutLoop, TurnRecord, custom
+from agrpo.rollout import Rollout, RolloutLoop, TurnRecord, custom, loop_class
 from agrpo.rollout.records import Needs, record_of
 from agrpo.sampler.vllm import Vllm
+from agrpo.scorer import functions
+from agrpo.sections import Agent, Run
 from agrpo.sections import Rollout as Settings
-from agrpo.sections import Run
+from agrpo.types import Group, Prompt
 from tests.rollout import loop_samples as samples
 from tests.rollout.loop_harness import PROMPT_TOKENS, TOKENS, G, Prompts, done, produce, until
 from tests.stub_server import control, report, stub_server
@@ -276,6 +279,29 @@ def test_what_raises_in_a_rollout_costs_that_rollout(url, tmp_path):
     assert next(g for g in trainer.ready if g.group_id == 0).rollout_indices.tolist() == [1, 2]
 
 
+class Hangs(RolloutLoop):
+    async def generate_one(self, prompt, tools, group_id=0):
+        if group_id == 0:
+            await asyncio.Event().wait()
+        return await super().generate_one(prompt, tools, group_id)
+
+
+def test_a_rollout_that_hangs_is_given_up(url, tmp_path):
+    async def until_given_up(trainer, loop):
+        await until(lambda: trainer.resolved and trainer.ready, 30)
+
+    limits = {"agent": Agent(time_limit=1.0), "max_failure_frac": 1.0}
+    trainer = produce(url, tmp_path, until_given_up, loop_class=Hangs, **limits)
+    assert trainer.resolved == [(0, "unusable")] and trainer.ready
+    assert trainer.window.record(1)["rollout/failed_timeout_count"] == G
+
+
+def test_a_reward_function_gets_the_ids_that_the_rollout_names():
+    played = Needs(2, False).rollout(Rollout([], [3, 4], [record()]), 0, "here", frozenset())
+    group = Group(0, Prompt(0, 0, [], {}), (played,), 0)
+    assert functions._request(group, [played]).completion_ids[0].tolist() == [3, 4]
+
+
 def record(**changes):
     made = TurnRecord([5, 6], [7, 8], [-0.5, -0.25], output_sampler_logprobs=[{7: -0.5, 9: -1.0}, {8: -0.25}])
     return dataclasses.replace(made, **changes)
@@ -359,7 +385,7 @@ def config(loop, loop_config=None, advantage=None, workflow=None):
     ],
 )  # fmt: skip
 def test_what_cannot_be_a_loop_is_refused_in_one_line(made, line):
-    (found,) = custom.problems(made)
+    (found,) = loop_class.problems(made)
     assert found.startswith(line) and "\n" not in found
 
 
@@ -368,6 +394,6 @@ def test_settings_of_a_loop_are_read_by_name():
     assert own.a == 1 and own.rollout.group_size == 7
     with pytest.raises(AttributeError, match="give it as rollout.loop_config.b=VALUE"):
         _ = own.b
-    assert custom.problems(config(f"{HERE}.Typed", {"pass_rate_cap": 0.5})) == []
-    assert custom.problems(config(f"{HERE}.CurriculumRolloutLoop", {"anything": 1})) == []
-    assert custom.problems(config(None)) == [] and len(Prompts()) == 5
+    assert loop_class.problems(config(f"{HERE}.Typed", {"pass_rate_cap": 0.5})) == []
+    assert loop_class.problems(config(f"{HERE}.CurriculumRolloutLoop", {"anything": 1})) == []
+    assert loop_class.problems(config(None)) == [] and len(Prompts()) == 5

@@ -27,7 +27,24 @@ def first_id(completion_ids, level, **_):
 """
 
 
-def make_run(folder, url, port, key):
+WORKFLOW = """
+import numpy as np
+
+from agrpo.env.workflow import ModelRequest, RolloutWorkflow
+
+
+class Wrong(RolloutWorkflow):
+    def __init__(self, tokenizer, gconfig):
+        self.tokenizer, self.gconfig = tokenizer, gconfig
+
+    async def arun_episode(self, engine, data):
+        ids = self.tokenizer.apply_chat_template(data["prompt"], return_dict=False)
+        answer = await engine.agenerate(ModelRequest(input_ids=ids, gconfig=self.gconfig))
+        return {**answer.to_tensors(reward=data["level"]), "logprobs": np.zeros((1, 3), np.float32)}
+"""
+
+
+def make_run(folder, url, port, key, **rollout):
     words = {"<eos>": 0, "<bot>": 1, **{f"w{i}": i for i in range(2, VOCABULARY)}}
     model = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="<eos>"))
     model.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
@@ -37,11 +54,12 @@ def make_run(folder, url, port, key):
     rows = [{"prompt": [{"role": "user", "content": f"w{i} w7"}], "level": i} for i in range(2, 7)]
     (folder / "train.jsonl").write_text("\n".join(map(json.dumps, rows)))
     (folder / "my_reward.py").write_text(REWARD)
+    (folder / "my_workflow.py").write_text(WORKFLOW)
     data = {"_target_": "agrpo.data.jsonl.Jsonl", "path": str(folder / "train.jsonl")}
     tree = {
         "run": {"output_dir": str(folder)},
         "model": {"path": str(folder / "model")},
-        "rollout": {"group_size": 3},
+        "rollout": {"group_size": 3, **rollout},
         "data": data,
         "env": {"_target_": "agrpo.env.conversation.Conversation"},
         "sampler": {"_target_": "agrpo.sampler.vllm.Vllm", "max_completion_length": 7, "num_sampler_logprobs": 2},
@@ -79,10 +97,10 @@ class Trainer:
 
 
 @pytest.fixture
-def started(tmp_path):
+def started(tmp_path, request):
     with stub_server(tokens=7, heads=2, bodies=11) as url:
         trainer = Trainer()
-        make_run(tmp_path, url, trainer.listener.port, trainer.key)
+        make_run(tmp_path, url, trainer.listener.port, trainer.key, **getattr(request, "param", {}))
         environment = {**os.environ, "RANK": "3", "CUDA_VISIBLE_DEVICES": "0"}
         environment["PYTHONPATH"] = os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])
         command = [sys.executable, "-m", "agrpo.rollout", str(tmp_path)]
@@ -135,3 +153,11 @@ def test_a_trainer_that_goes_away_ends_the_process(started):
     trainer.listener.close()
     assert process.wait(20) == 1
     assert "closed the connection" in exit_record(folder)["reason"]
+
+
+@pytest.mark.parametrize("started", [{"workflow": "my_workflow.Wrong", "workflow_kwargs": {}}], indirect=True)
+def test_a_workflow_that_breaks_its_contract_ends_the_process_by_the_fields_name(started):
+    _, process, _, folder = started
+    assert process.wait(60) == 5
+    reason = exit_record(folder)["reason"]
+    assert "rollout.workflow: Wrong: logprobs must have the shape [1, 10] of input_ids, got [1, 3]" == reason
