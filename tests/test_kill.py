@@ -30,6 +30,7 @@ def start(folder: Path, *overrides: str) -> subprocess.Popen:
         f"data.path={folder}/data.jsonl", "scorer.functions=[kill_rewards.odd_tokens]", "server=embedded", "sync=gloo",
         "sampler.max_completion_length=5", "packer.token_budget=256", "run.use_cpu=true", "model.precision=no",
         "rollout.max_staleness=2", "rollout.group_size=4", "checkpoint.save_steps=1", f"run.output_dir={folder}/run",
+        "server.max_restarts=0",
         *overrides,
     ]  # fmt: skip
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(folder), str(Path(__file__).parents[1])])}
