@@ -87,7 +87,7 @@ class Ranks:
         """Rank 0's number on every rank."""
         if self.world_size == 1:
             return number
-        box = torch.tensor([number])
+        box = torch.tensor([int(number)])  # also of a bool: all ranks need the same dtype
         dist.broadcast(box, src=0)
         return int(box)
 
