@@ -78,7 +78,7 @@ class Run:
     def await_line(self, text: str, count: int = 1) -> None:
         self._await(lambda: sum(text in line for line in self.lines) >= count, f"{count} times {text!r}")
 
-    def _await(self, condition, what: str, limit_s: float = 180) -> None:
+    def _await(self, condition, what: str, limit_s: float = 300) -> None:
         deadline = time.monotonic() + limit_s
         while not condition():
             assert self.popen.poll() is None and time.monotonic() < deadline, f"no {what}: {''.join(self.lines)}"
