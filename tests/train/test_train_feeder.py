@@ -1,6 +1,7 @@
 """The feeder over a real wire: staleness at the version of the step, credit, the ledger, and what a checkpoint keeps."""
 
 import asyncio
+import dataclasses
 import secrets
 import threading
 
@@ -10,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from agrpo import wire
+from agrpo.advantage import Grouped
 from agrpo.errors import StallError
 from agrpo.ledger import AdmissionCredit, Ledger, replay
 from agrpo.packer.cost import Cost
@@ -46,7 +48,7 @@ def make_group(group_id: int, version: int, num_samples: int = 3, length: int = 
     return ReadyGroup(group_id, group_id, 0, samples, rewards, {"correct": rewards}, slots, version, 0.0)
 
 
-def make_feeder(path, budget=15, ready=(), every=1, step=0, version=1, state=None, **rollout):
+def make_feeder(path, budget=15, ready=(), every=1, step=0, version=1, state=None, own=None, **rollout):
     planner = Sequence().planner(1, budget, Cost(1.0), 1)
     planner.next_index = step + 1
     ledger = Ledger(path / "ledger.jsonl")
@@ -60,6 +62,7 @@ def make_feeder(path, budget=15, ready=(), every=1, step=0, version=1, state=Non
         version_at=lambda s: version + (s - 1) // every - step // every,
         version=version,
         step=step,
+        **(own or {}),
     )
     feeder.open("127.0.0.1", 0, KEY, list(ready))
     return feeder
@@ -86,6 +89,10 @@ class RolloutEnd:
                 self.versions.append(message.version)
             elif isinstance(message, wire.RunEval):
                 self.evaluations.append(message.version)
+            elif isinstance(message, wire.AskState):
+                await self.link.send_resolved(77, "filtered")
+                await self.link.send_loop_state(b"mine")
+                await self.link.send_resolved(78, "filtered")
 
     def send(self, *groups):
         for group in groups:
@@ -270,4 +277,31 @@ def test_no_trained_token_is_older_than_the_limit(tmp_path_factory, ages, max_st
             feeder.synced(version)
     kept = sum(age <= max_staleness for age in ages)
     assert trained <= kept
+    feeder.close()
+
+
+def test_a_step_has_the_advantages_of_its_own_statistics(tmp_path):
+    feeder = make_feeder(tmp_path, own={"advantage": Grouped(mean_level="batch", std_level=None)})
+    end = RolloutEnd(feeder)
+    for group_id, rewards in ((0, [1.0, 1.0]), (1, [4.0, 2.0])):
+        samples = tuple(
+            dataclasses.replace(make_sample(group_id, slot, 1), reward=reward, advantage=0.0)
+            for slot, reward in enumerate(rewards)
+        )
+        made = make_group(group_id, 1, num_samples=2)
+        end.send(dataclasses.replace(made, samples=samples, references=np.array(rewards)))
+    row = next_step(feeder).microbatches[0].rows[0]
+    # Three samples of five tokens fill the row: 1, 1 and 4 around their mean of 2.
+    assert row.advantages[::3].tolist() == [-1, -1, 2] and feeder.state()[2] is None
+    feeder.close()
+
+
+def test_a_checkpoint_is_taken_when_the_users_loop_gives_its_state(tmp_path):
+    feeder = make_feeder(tmp_path, own={"asks_loop": True, "loop_state": b"before"})
+    end = RolloutEnd(feeder)
+    assert end.link.start.loop_state == b"before"
+    wait_until(lambda: feeder._listener.connected.is_set())
+    ledger, _, loop_state = feeder.state()
+    # What was resolved before the state was given is in the checkpoint, what came after it is not.
+    assert loop_state == b"mine" and ledger["resolved"] == [(77, 78)]
     feeder.close()
