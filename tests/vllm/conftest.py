@@ -1,4 +1,7 @@
-"""Servers of real vLLM for the tests that need one: started when asked for, kept while the session may use them again."""
+"""Servers of real vLLM for the tests that need one: started when asked for, kept while the session may use them again.
+
+What every server of agrpo must do is tested on both of BOTH: the embedded one always, vLLM with `-m vllm`.
+"""
 
 from __future__ import annotations
 
@@ -15,8 +18,11 @@ from pathlib import Path
 
 import pytest
 
+from agrpo.serve.embedded import EmbeddedServer
+from agrpo.sync.gloo import Gloo
 from tests.standins import tiny_qwen3
 
+BOTH = ["embedded", pytest.param("vllm", marks=pytest.mark.vllm)]
 MOST_ALIVE = 2  # each holds one to two gigabytes; the one not asked for longest is stopped first
 START_LIMIT_S = 240.0
 ENVIRONMENT = {
@@ -105,6 +111,21 @@ def vllm_server(
     yield ask
     for server in servers.values():
         server.stop()
+
+
+@pytest.fixture(scope="session")
+def embedded_server() -> Iterator[Callable[..., EmbeddedServer]]:
+    """`embedded_server(model)`: the embedded server, with a receiver for weights over gloo; kept for the session."""
+    with contextlib.ExitStack() as stack:
+        servers: dict[str, EmbeddedServer] = {}
+
+        def ask(model: str) -> EmbeddedServer:
+            if model not in servers:
+                servers[model] = stack.enter_context(EmbeddedServer(model, receiver=Gloo.receiver))
+                servers[model].model = model
+            return servers[model]
+
+        yield ask
 
 
 def start(python: str, model: str, arguments: Sequence[str], variables: Mapping[str, str | None], log: Path) -> Server:

@@ -1,4 +1,4 @@
-"""The client against real vLLM: what a Turn holds, what is refused, what is cancelled, and what a poll says."""
+"""The client against real servers, ours and vLLM: what a Turn holds, what is refused, what is cancelled, and what a poll says."""
 
 import asyncio
 import json
@@ -12,14 +12,16 @@ from agrpo.errors import RolloutFailure
 from agrpo.metrics.window import Window
 from agrpo.sampler.client import TEXT_PATH
 from agrpo.sampler.vllm import Vllm
+from tests.vllm.conftest import BOTH
 
-pytestmark = pytest.mark.vllm
 PROMPT = np.array([5, 9, 4, 11, 7], np.int32)
 
 
-@pytest.fixture(scope="module")
-def server(vllm_server):
-    return vllm_server()
+@pytest.fixture(scope="module", params=BOTH)
+def server(request, tiny_model):
+    if request.param == "embedded":
+        return request.getfixturevalue("embedded_server")(tiny_model)
+    return request.getfixturevalue("vllm_server")()
 
 
 @pytest.fixture(scope="module")
