@@ -1,6 +1,6 @@
 """One rank of a sharded run on CPU: python model_rank.py FOLDER RANK WORLD_SIZE; writes what rank 0 saw to FOLDER.
 
-FOLDER/precision says the precision, FOLDER/lora the loaded weights' dtype where an adapter is trained.
+FOLDER/precision says the precision; where FOLDER/lora is there, an adapter is trained, and once more over bfloat16.
 
 Two rows a step: one per rank, or both on the one rank. The second row of the second step has no loss term.
 """
@@ -37,10 +37,21 @@ def steps_of_rows():
 
 
 def section_of(folder: Path, **more) -> Model:
-    lora = folder / "lora"
-    more |= {"lora": Lora(enabled=True, r=3, alpha=5.0), "dtype": lora.read_text()} if lora.exists() else {}
-    precision = (folder / "precision").read_text()
-    return Model(path=str(folder / "model"), precision=precision, **{"fsdp": Fsdp(enabled=True), **more})
+    lora = {"lora": Lora(enabled=True, r=3, alpha=5.0)} if (folder / "lora").exists() else {}
+    given = {"fsdp": Fsdp(enabled=True), "precision": (folder / "precision").read_text(), **lora, **more}
+    return Model(path=str(folder / "model"), **given)
+
+
+def over_bfloat16(folder: Path, rank: int, world_size: int) -> dict:
+    """One update of a float32 adapter on frozen bfloat16 weights."""
+    section = section_of(folder, dtype="bfloat16", precision="bf16")
+    model = load_model(section, "cpu")
+    shard(model, section, open_mesh(section, "cpu"))
+    updater = Updater(model, Optimizer(learning_rate=1e-2), None)
+    for row in steps_of_rows()[0][rank::world_size]:
+        updater.backward(ScoreCentering()(token_terms(model, DeviceRow.of(row, "cpu"), 0.7, want_head=True)).sum())
+    dtypes = sorted({(str(p.dtype), p.requires_grad) for p in model.parameters()})
+    return {"norm": updater.step().grad_norm, "dtypes": dtypes}
 
 
 def main(folder: Path, rank: int, world_size: int) -> None:
@@ -71,6 +82,8 @@ def main(folder: Path, rank: int, world_size: int) -> None:
     seen["weights"] = {n: t.clone() for n, t in full_tensors(model)}
     checkpoint.save(folder / f"checkpoints{world_size}" / "step-000002", model, updater, {"trainer.json": {"step": 2}})
     checkpoint.export(model, NoTokenizer(), folder / f"exported{world_size}", checkpoint.export_dtype(section))
+    if section.lora.enabled:
+        seen["bfloat16"] = over_bfloat16(folder, rank, world_size)
     if rank == 0:
         torch.save(seen, folder / f"seen{world_size}.pt")
     dist.destroy_process_group()

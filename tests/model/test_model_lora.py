@@ -140,8 +140,10 @@ def test_adapters_that_servers_cannot_load_are_named():
 
 def test_two_ranks_equal_no_sharding(tmp_path):
     folder = _folder(tmp_path, "qwen3", "no")
-    (folder / "lora").write_text("float32")
+    (folder / "lora").touch()
     two = _run_ranks(folder, 2)
+    assert two["bfloat16"]["dtypes"] == [("torch.bfloat16", False), ("torch.float32", True)]
+    assert 0 < two["bfloat16"]["norm"] < float("inf")
     torch.manual_seed(11)
     section = section_of(folder, fsdp=Model(path="").fsdp)
     model = load_model(section, "cpu")
@@ -157,19 +159,11 @@ def test_two_ranks_equal_no_sharding(tmp_path):
     assert two["losses"] == pytest.approx(losses, rel=1e-4)
     _same(two["weights"], dict(full_tensors(model)), 1e-4)
     exported = transformers.AutoModelForCausalLM.from_pretrained(folder / "exported2")
-    _same({n: t for n, t in exported.named_parameters()}, dict(full_tensors(model)), 1e-4)
+    _same({n: t.detach() for n, t in exported.named_parameters()}, dict(full_tensors(model)), 1e-4)
     # A checkpoint of two ranks goes on on one, with the same adapter.
     again = load_model(section, "cpu")
     checkpoint.load(folder / "checkpoints2" / "step-000002", again, Updater(again, OPTIMIZER, None))
     _same(dict(adapter_tensors(again)), dict(adapter_tensors(model)), 1e-4)
-
-
-def test_sharded_bfloat16_weights_with_a_float32_adapter(tmp_path):
-    folder = _folder(tmp_path, "qwen3", "bf16")
-    (folder / "lora").write_text("bfloat16")
-    two = _run_ranks(folder, 2)
-    assert two["dtypes"] == {"torch.float32"}
-    assert all(torch.isfinite(torch.tensor(two["losses"])))
 
 
 def test_peft_loads_what_is_saved_and_a_resumed_run_goes_on_exactly(tmp_path):
