@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 
 FOLDER = ".vllm_lora"  # below the run's folder
 LOAD, UNLOAD = "/v1/load_lora_adapter", "/v1/unload_lora_adapter"
+LIMITS = "it needs rollout.max_staleness + 2 slots (--max-loras) of rank model.lora.r (--max-lora-rank)"
 _CLOSE_S = 10.0  # per call when the run ends: a server that hangs then is not waited for
 _log = logging.getLogger(__name__)
 
@@ -83,6 +84,10 @@ def choose(server: ServerControl, mode: str, lora: Any, merged_only: str | None,
         return Choice(False, text)
     for url in server.urls:
         config = _config_of(server, url)
+        if not config and server.offers(url, LOAD):
+            # Outside development mode a server tells nothing of itself; weights could not be sent to it in any case.
+            _log.warning("%s does not say how many adapters it holds and of what rank: %s", url, LIMITS)
+            continue
         obstacle = _obstacle(config)
         if obstacle is not None:
             if mode == "lora":
@@ -101,7 +106,7 @@ def _config_of(server: ServerControl, url: str) -> dict[str, Any]:
 
 def _obstacle(config: dict[str, Any]) -> str | None:
     if not config:
-        return "does not say what it serves; start it with VLLM_SERVER_DEV_MODE=1"
+        return "neither loads adapters nor says what it serves; start it with VLLM_SERVER_DEV_MODE=1"
     if not config.get("lora_config"):
         return "was started without adapters; start it with --enable-lora"
     size = int((config.get("parallel_config") or {}).get("data_parallel_size") or 1)

@@ -184,8 +184,8 @@ def served(lora_config, parallel=1, missing=()):
 
     class Described(http.server.BaseHTTPRequestHandler):
         def do_GET(self):
-            is_info = self.path.startswith("/server_info")
-            self.send_response(200 if is_info else 404 if self.path in missing else 405)
+            is_info, path = self.path.startswith("/server_info"), self.path.partition("?")[0]
+            self.send_response(404 if path in missing else 200 if is_info else 405)
             self.end_headers()
             self.wfile.write(json.dumps(info).encode() if is_info else b"")
 
@@ -215,6 +215,7 @@ def test_the_choice_and_its_reason(server):
     [
         ({"lora_config": None}, None, "--enable-lora"),
         ({"lora_config": GOOD, "parallel": 2}, None, "2 data-parallel engines"),
+        ({"lora_config": GOOD, "missing": ("/server_info", "/v1/load_lora_adapter")}, None, "VLLM_SERVER_DEV_MODE=1"),
         ({"lora_config": GOOD}, "model.lora.options.use_dora", "use_dora"),
     ],
 )
@@ -244,6 +245,9 @@ def test_a_server_without_weight_transfer_is_a_warning(caplog):
     with served(GOOD, missing=("/start_weight_update",)) as control:
         assert choose(control, "lora", LORA, None, 4).sends_adapter
     assert "no weight transfer" in caplog.text
+    with served(GOOD, missing=("/server_info",)) as control:  # no development mode
+        assert choose(control, "auto", LORA, None, 4).sends_adapter
+    assert "--max-loras" in caplog.text
 
 
 def test_two_ranks_choose_send_and_fail_alike(server, trained, tmp_path):
