@@ -51,7 +51,7 @@ class FactsServer:
             "/inference/v1/generate": (400, {"error": {"message": "token_ids: field required"}}),
             **{path: (405, None) for path in ("/start_weight_update", "/collective_rpc")},
         }
-        self.num_tokens = TOKENS.get_vocab_size()
+        self.shift = 0  # of every token id, as another tokenizer would have it
         self.lora_answer: tuple[int, Any] = (404, {"error": {"message": "No adapter found for /x"}})
 
     @property
@@ -61,9 +61,11 @@ class FactsServer:
 
     def answer(self, path: str, body: Any) -> tuple[Any, Any]:
         if path == "/tokenize":
-            return 200, {"tokens": TOKENS.encode(body["prompt"], add_special_tokens=False).ids}
-        if path == "/detokenize":
-            return (200, {"prompt": ""}) if max(body["tokens"]) < self.num_tokens else (400, {"error": {}})
+            ids = TOKENS.encode(body["prompt"], add_special_tokens=False).ids
+            return 200, {"tokens": [i + self.shift for i in ids]}
+        if path == "/v1/completions":
+            known = max(body["prompt"]) < self.num_tokens
+            return (200, {"choices": []}) if known else (400, {"error": {"message": "Token id is out of vocabulary"}})
         if path == "/v1/load_lora_adapter" and body is not None:
             return self.lora_answer
         return self.answers.get(path, (404, {"detail": "Not Found"}))

@@ -48,7 +48,7 @@ def test_a_right_server_is_green_in_every_row_and_quickly(server):
     rows = rows_of(server)
     assert time.monotonic() - began < 5
     assert {name: row for name, row in rows.items() if row.status != "ok"} == {}
-    assert len(rows) == 17 and "vocabulary of" in rows["tokenizer"].found
+    assert len(rows) == 17 and "same vocabulary of 303" in rows["tokenizer"].found
 
 
 def change(server, section, **values):
@@ -71,8 +71,10 @@ CASES = [
     ("model", lambda s: s.entry.update(id="mine"), ("server.model_name=mine",), "ok", "mine", ""),
     ("model", lambda s: None, ("server.model_name=mine",), "fail", "not server.model_name=mine", "--served-model-name mine"),
     ("model", lambda s: s.answers.update({"/v1/models": (200, {"data": []})}), (), "fail", "lists no model", "--model"),
+    ("tokenizer", lambda s: change(s, "model_config", vocab_size=9999), (), "fail", "vocabulary of 9999 tokens, trained with 303", "--tokenizer"),
     ("tokenizer", lambda s: setattr(s, "num_tokens", 100), (), "fail", "fewer", "--tokenizer"),
     ("tokenizer", lambda s: setattr(s, "num_tokens", 9999), (), "fail", "more", "--tokenizer"),
+    ("tokenizer", lambda s: setattr(s, "shift", 1), (), "fail", "other tokens", "--tokenizer"),
     ("dtype", lambda s: change(s, "model_config", dtype="torch.bfloat16"), (), "warn", "serves bfloat16, the trainer computes in float32", "--dtype float32"),
     ("max_model_len", lambda s: s.entry.update(max_model_len=8), (), "fail", "leaves no room", "--max-model-len"),
     ("max_model_len", lambda s: s.entry.update(max_model_len=None), (), "fail", "does not say", "--max-model-len"),

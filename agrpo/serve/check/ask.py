@@ -48,9 +48,9 @@ def ask(url: str, posts: dict[str, tuple[str, Any]], limit_s: float = LIMIT_S) -
     return asyncio.run(_ask(url, posts, limit_s))
 
 
-def post(url: str, path: str, body: Any, limit_s: float = LIMIT_S) -> Answer:
-    """One more question."""
-    return asyncio.run(_post(url, path, body, limit_s))
+def post(url: str, posts: dict[str, tuple[str, Any]], limit_s: float = LIMIT_S) -> dict[str, Answer]:
+    """More questions: name -> path, body; the answers by name."""
+    return asyncio.run(_post(url, posts, limit_s))
 
 
 async def _ask(url: str, posts: dict[str, tuple[str, Any]], limit_s: float) -> dict[str, Answer]:
@@ -65,9 +65,10 @@ async def _ask(url: str, posts: dict[str, tuple[str, Any]], limit_s: float) -> d
         return answers | dict(zip(names, await asyncio.gather(*calls), strict=True))
 
 
-async def _post(url: str, path: str, body: Any, limit_s: float) -> Answer:
+async def _post(url: str, posts: dict[str, tuple[str, Any]], limit_s: float) -> dict[str, Answer]:
     async with _session(limit_s) as http:
-        return await _answer(http, "POST", url, path, body, limit_s)
+        calls = [_answer(http, "POST", url, path, body, limit_s) for path, body in posts.values()]
+        return dict(zip(posts, await asyncio.gather(*calls), strict=True))
 
 
 def _session(limit_s: float) -> aiohttp.ClientSession:

@@ -98,7 +98,7 @@ def _asked(look: Look, folder: Path, fix: str) -> Row:
     text = '{"peft_type": "LORA", "task_type": "CAUSAL_LM", "r": 65536, "lora_alpha": 1, "target_modules": ["q_proj"]}'
     (folder / "adapter_config.json").write_text(text)
     body = {"lora_name": folder.name, "lora_path": str(folder.absolute())}
-    answer = post(look.url, LOAD_ADAPTER, body)
+    answer = post(look.url, {"load": (LOAD_ADAPTER, body)})["load"]
     words = answer.body.decode(errors="replace")
     if answer.status == 404 or "No adapter found" in words:
         return look.fail("shared folder", f"the server finds nothing in {look.run_dir}", fix)

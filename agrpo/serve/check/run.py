@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from agrpo.serve.check import generation, identity, place, weights
-from agrpo.serve.check.ask import LIMIT_S, ask
+from agrpo.serve.check.ask import LIMIT_S, ask, post
 from agrpo.serve.check.look import LongPrompts, Look, Row
 from agrpo.serve.flags import ServerCommand
 
@@ -50,7 +50,7 @@ def run_checks(
     Loads no model. A server that does not answer has one row. Writes a file to `run_dir` for a moment.
     """
     tokens = identity.load_tokens(config)
-    questions = identity.tokenizer_questions(tokens, config)
+    questions = identity.tokenizer_questions(tokens)
     rows = []
     for url, command in zip(urls, commands, strict=True):
         answers = ask(url, questions, limit_s)
@@ -58,6 +58,7 @@ def run_checks(
         look = Look(config, url, answers, command, folder, long_prompts or (lambda room: None))
         rows.append(identity.reachable(look))
         if answers["/health"].status == 200:
+            answers |= post(url, identity.vocabulary_questions(look, tokens), limit_s)
             found = [row(look) for row in ROWS]
             found.insert(3, identity.tokenizer(look, tokens))
             rows += [row for row in found if row is not None]
