@@ -51,6 +51,7 @@ class FactsServer:
             "/inference/v1/generate": (400, {"error": {"message": "token_ids: field required"}}),
             **{path: (405, None) for path in ("/start_weight_update", "/collective_rpc")},
         }
+        self.num_tokens = TOKENS.get_vocab_size()
         self.shift = 0  # of every token id, as another tokenizer would have it
         self.lora_answer: tuple[int, Any] = (404, {"error": {"message": "No adapter found for /x"}})
 
