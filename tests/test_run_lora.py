@@ -28,10 +28,9 @@ def test_a_run_trains_an_adapter_and_resumes_with_it(tmp_path):
     assert records[0]["sampling/sampling_logp_difference/max"] < 1e-4
     assert [r["perf/weight_sync_version"] for r in records][-1] >= 5
     assert not (run / ".vllm_lora").exists()
-    base = transformers.AutoModelForCausalLM.from_pretrained(json.loads((run / "adapter" / "adapter_config.json").read_text())["base_model_name_or_path"])
+    path = json.loads((run / "adapter" / "adapter_config.json").read_text())["base_model_name_or_path"]
     merged = transformers.AutoModelForCausalLM.from_pretrained(run / "model").state_dict()
     for folder in (run / "adapter", run / "checkpoints" / "step-000004" / "adapter"):
-        loaded = peft.PeftModel.from_pretrained(base, folder)
-        folded = loaded.merge_and_unload().state_dict()
+        base = transformers.AutoModelForCausalLM.from_pretrained(path, dtype="float32")
+        folded = peft.PeftModel.from_pretrained(base, folder).merge_and_unload().state_dict()
         assert all(float((folded[n] - t).abs().max()) < 1e-5 for n, t in merged.items())
-        base = transformers.AutoModelForCausalLM.from_pretrained(loaded.peft_config["default"].base_model_name_or_path)

@@ -25,6 +25,9 @@ GIB = 2**30
 PRECISIONS = {"bf16": "bfloat16", "fp16": "float16"}
 
 Option = tuple[str, ...]  # a flag and its values
+# The CPU build's engine dies where a prompt with a seed is computed in more than one piece (0.32: set_offset of a CPU
+# generator), which is what more prompt tokens at once than --max-num-batched-tokens lead to, after a pause for example.
+CPU_OPTIONS: list[Option] = [("--enforce-eager",), ("--no-enable-chunked-prefill",)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +66,7 @@ def server_command(
     options: list[Option] = [("--host", host), ("--port", str(port))]
     options += _model_options(server, config)
     options += _contract_options(server, config)
-    options += _gpu_options(server, num_gpus) if num_gpus else [("--enforce-eager",)]
+    options += _gpu_options(server, num_gpus) if num_gpus else CPU_OPTIONS
     options += [("--api-server-count", str(server.api_server_count or (API_SERVERS if num_gpus else 1)))]
     options = merged(options, server.arguments)
     planned = {option[0]: option for option in options}

@@ -73,6 +73,7 @@ def test_on_gpus_the_front_ends_are_several_and_the_copies_share_the_servers_gpu
 def test_a_cpu_build_has_one_front_end_and_a_bounded_cache(pretender):
     found = command(devices=Devices(), python=pretender)
     assert found.argv[1:4] == ["-m", "vllm.entrypoints.openai.api_server", "--model"]
+    assert "--no-enable-chunked-prefill" in found.argv
     assert "--enforce-eager" in found.argv and "--api-server-count 1" in words(found)
     assert found.environment["VLLM_CPU_OMP_THREADS_BIND"] == "nobind"
     assert 1 <= int(found.environment["VLLM_CPU_KVCACHE_SPACE"]) <= 8
