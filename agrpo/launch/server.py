@@ -24,6 +24,8 @@ from agrpo.metrics.console import Console
 WINDOW_S = 3600.0  # over which restarts are counted
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.5, 30.0  # before a restart; a killed process gives a GPU's memory back a little later
 LOOK_EVERY_S, TELL_EVERY_S = 0.5, 5.0
+LOOK_AT_HEALTHY_EVERY_S = 2.0
+REFUSING_S = 20.0  # a process that lives but answers /health with a refusal or an error for so long is as good as dead
 NUM_LAST_LINES = 5  # of its log, shown when it dies
 _PREFIX = re.compile(r"^\s*(?:\([^)]*\)\s*)?(?:(?:DEBUG|INFO|WARNING|ERROR)\s+)?[\d:.,\- ]*(?:\[[^\]]*\]\s*)?")
 
@@ -40,7 +42,9 @@ class Server:
         timeout_s: float,
         max_restarts: int,
         console: Console,
+        refusing_s: float = REFUSING_S,
     ):
+        self._refusing_s = refusing_s
         self._launch, self.urls, self._run_dir = launch, urls, run_dir
         self._timeout_s, self._max_restarts, self._console = timeout_s, max_restarts, console
         self.child: Child | None = None
@@ -48,6 +52,7 @@ class Server:
         self._restarts: list[float] = []  # time.monotonic() of each
         self._state = "new"
         self._since = self._told_at = self._looked_at = 0.0
+        self._well_at = 0.0  # when it last answered as a healthy one, or was too busy to answer
         self._told = ""
 
     def start(self) -> None:
@@ -104,9 +109,24 @@ class Server:
                 self._start_again()
         elif self.child.code is not None:
             self._take_down()
+        elif self._state == "healthy" and time.monotonic() - self._looked_at >= LOOK_AT_HEALTHY_EVERY_S:
+            self._looked_at = time.monotonic()
+            self._look_at_healthy()
         elif self._state in ("starting", "unsynced") and time.monotonic() - self._looked_at >= LOOK_EVERY_S:
             self._looked_at = time.monotonic()
             self._look_at_restarted(children)
+
+    def _look_at_healthy(self) -> None:
+        """End a server whose engine is gone while its process hangs on: then it is one that died.
+
+        No answer in time says nothing: a busy server may be slow. A refused connection or an error status says it all.
+        """
+        answer = health(self.urls[0], limit_s=1.0)
+        if answer == "healthy" or "timed out" in answer:
+            self._well_at = time.monotonic()
+        elif time.monotonic() - self._well_at > self._refusing_s:
+            self._console.event("server", f"its process lives, but /health says: {answer}; ending it")
+            kill([self.child])
 
     def _take_down(self) -> None:
         self._restarts.append(time.monotonic())
@@ -159,7 +179,8 @@ class Server:
         return time.monotonic() - self._since
 
     def _enter(self, state: str) -> None:
-        self._state, self._since, self._told_at = state, time.monotonic(), time.monotonic()
+        self._state = state
+        self._since = self._told_at = self._well_at = time.monotonic()
 
 
 def last_words(child: Child | None) -> str:

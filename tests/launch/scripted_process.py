@@ -61,10 +61,13 @@ def raise_contract(run_dir: Path, life: Life) -> None:
     raise ContractError("reward pkg.mod.length returned 7 values for 8 completions")
 
 
-def serve(port: int, status: int, is_labelled: bool) -> None:
+def serve(port: int, status: int, is_labelled: bool, sick: Path) -> None:
+    """Answers with 503 while the file `sick` is there, as vLLM does whose engine is gone."""
+
     class Handler(http.server.BaseHTTPRequestHandler):
         def do_GET(self) -> None:
-            self.send_response(404 if not is_labelled and self.path != "/health" else status)
+            now = 503 if sick.exists() else status
+            self.send_response(404 if not is_labelled and self.path != "/health" else now)
             self.end_headers()
             if self.path == "/weight_info":
                 self.wfile.write(b'{"weight_version": "3"}')
@@ -82,7 +85,7 @@ def main(name: str, run_dir: Path, script: str, port: int) -> int:
             time.sleep(600)
         print("INFO 11-30 06:39:27 [loader.py:7] Loading shards")
         Life(run_dir, name).beat("serving")
-        serve(port, 503 if script == "unhealthy" else 200, script == "labelled")
+        serve(port, 503 if script == "unhealthy" else 200, script == "labelled", run_dir / "sick")
     bodies = {
         "train": lambda r, life: train(r, life, 10),
         "train_on": lambda r, life: train(r, life, 10**6),

@@ -12,9 +12,10 @@ from pathlib import Path
 import psutil
 import pytest
 
-from agrpo.launch.processes import Child
-from agrpo.launch.server import last_words
+from agrpo.launch.processes import Child, Launch, free_ports, kill
+from agrpo.launch.server import Server, last_words
 from agrpo.launch.supervisor import MetricsTail
+from agrpo.metrics.console import Console
 
 SUPERVISE = str(Path(__file__).with_name("supervise_scripted.py"))
 ALL = ("server", "trainer0", "trainer1", "rollout")
@@ -113,6 +114,35 @@ def test_a_server_is_started_again_until_it_died_too_often(tmp_path):
     assert code == 4
     assert "was killed by SIGKILL; it was restarted 2 times within an hour (server.max_restarts=2)" in err
     assert list((tmp_path / "run" / "checkpoints").iterdir())
+
+
+def test_a_server_that_lives_on_without_its_engine_is_ended_and_started_again(tmp_path, capsys):
+    (port,) = free_ports(1)
+    script = str(Path(__file__).with_name("scripted_process.py"))
+    argv = [sys.executable, script, "server", str(tmp_path), "labelled", str(port)]
+    console = Console(tmp_path, max_steps=1, live=False, shows_steps=False)
+    server = Server(
+        Launch("server", argv, {}), (f"http://127.0.0.1:{port}",), tmp_path,
+        timeout_s=60.0, max_restarts=1, console=console, refusing_s=1.0,
+    )  # fmt: skip
+    server.start()
+    try:
+        server.await_healthy(lambda: None, lambda: [])
+        first = server.child
+        (tmp_path / "sick").touch()
+        deadline = time.monotonic() + 60
+        while server.child is first:
+            assert time.monotonic() < deadline
+            server.look(lambda: [])
+            time.sleep(0.05)
+        assert first.code == -signal.SIGKILL
+        (tmp_path / "sick").unlink()
+        while "healthy again" not in capsys.readouterr().out and time.monotonic() < deadline:
+            server.look(lambda: [])
+            time.sleep(0.2)
+        assert time.monotonic() < deadline
+    finally:
+        kill([server.child])
 
 
 def test_a_server_whose_answers_name_no_weights_is_not_started_again(tmp_path):
