@@ -8,7 +8,6 @@ import inspect
 import logging
 import math
 import numbers
-import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -195,12 +194,15 @@ class Visit:
 
     async def reset(self, columns: dict[str, Any]) -> str:
         """What `reset` says, empty if nothing (ENV-6); RolloutFailure where it raises or returns anything else."""
-        began, self._is_healthy = time.monotonic(), False
+        seconds: list[float] = []
+        self._is_healthy = False
         try:
-            said = await self._pool.threads.run(self._instance.reset, **_accepted(self._instance.reset, columns))
+            said = await self._pool.threads.timed(
+                self._instance.reset, (), _accepted(self._instance.reset, columns), seconds
+            )
         except Exception as error:
             raise RolloutFailure("env_reset", _text(f"{self.kind.source}.reset", error)) from error
-        self.reset_s = time.monotonic() - began
+        self.reset_s = sum(seconds)
         if said is not None and not isinstance(said, str):
             text = f"{self.kind.source}.reset returned {type(said).__name__}; it must return a string or None"
             raise RolloutFailure("env_reset", text)
@@ -211,13 +213,13 @@ class Visit:
         """What `get_reward` says; None where the environment has none (ENV-8)."""
         if not callable(getattr(self._instance, "get_reward", None)):
             return None
-        began, was_healthy = time.monotonic(), self._is_healthy
-        self._is_healthy = False
+        seconds: list[float] = []
+        was_healthy, self._is_healthy = self._is_healthy, False
         try:
-            value = await self._pool.threads.run(self._instance.get_reward)
+            value = await self._pool.threads.timed(self._instance.get_reward, (), {}, seconds)
         except Exception as error:
             raise RolloutFailure("env_reward", _text(f"{self.kind.source}.get_reward", error)) from error
-        self.reward_s = time.monotonic() - began
+        self.reward_s = sum(seconds)
         if not isinstance(value, numbers.Real) and not hasattr(value, "__float__"):
             text = f"{self.kind.source}.get_reward returned {type(value).__name__}; it must return a number"
             raise RolloutFailure("env_reward", text)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -33,16 +32,16 @@ class Toolbox:
         messages = []
         for call in calls:
             name = call["function"]["name"]
-            began = time.monotonic()
+            seconds: list[float] = []
             try:
-                content, failed = await self._result(name, call["function"]["arguments"]), False
+                content, failed = await self._result(name, call["function"]["arguments"], seconds), False
             except _Failed as failure:
                 content, failed = f"error: {failure}", True
-            self._count(name, time.monotonic() - began, failed)
+            self._count(name, sum(seconds), failed)
             messages.append({"role": "tool", "name": name, "content": content, "tool_call_id": call.get("id")})
         return messages
 
-    async def _result(self, name: str, arguments: dict[str, Any]) -> str:
+    async def _result(self, name: str, arguments: dict[str, Any], seconds: list[float]) -> str:
         tool = self.tools.get(name)
         if tool is None:
             offered = ", ".join(self.tools) or "none"
@@ -51,12 +50,13 @@ class Toolbox:
         limit = asyncio.timeout(self.timeout_s)
         try:
             async with limit:
-                return as_text(await self.threads.run(function, **tool.fit(arguments)))
+                return as_text(await self.threads.timed(function, (), tool.fit(arguments), seconds))
         except BadArguments as error:
             raise _Failed(str(error)) from error
         except Exception as error:
             if limit.expired():
                 self.has_timed_out_method |= name in self.bound
+                seconds[:] = [self.timeout_s]
                 raise _Failed(f"{name} gave no result in {self.timeout_s:g} s") from error
             raise _Failed(f"{type(error).__name__}: {error}") from error
 
