@@ -185,7 +185,7 @@ async def build_loop(
         watch=ServerWatch(client, cap, places, settings.concurrency.poll_interval, window),
         link=link,
         policy=policy,
-        evaluations={name: (e, prompts_of(e.data.open(), False, 0)) for name, e in config.eval.items()},
+        evaluations=_evaluations(config),
         window=window,
         life=life,
         custom=custom,
@@ -241,6 +241,15 @@ def _judge(config: Any, scorer: Any, window: Any, completions: Any, dump: Any, c
         custom,
         getattr(player, "merged", lambda group: group),
     )
+
+
+def _evaluations(config: Any) -> dict[str, tuple[Any, Any]]:
+    """Name -> evaluation and its prompts, in their order; without prompts of their own where an environment gives them."""
+    from agrpo.data.prompts import prompts_of
+    from agrpo.data.rows import gives_prompts
+
+    needs = not gives_prompts(config)
+    return {name: (e, prompts_of(e.data.open(needs_prompt=needs), False, 0)) for name, e in config.eval.items()}
 
 
 def _seed(own: int | None, run: int) -> int:
