@@ -4,8 +4,11 @@ import asyncio
 import collections
 import itertools
 import random
+import threading
 
 from agrpo import wire
+from agrpo.rollout import RolloutLoop
+from agrpo.sections import Agent
 from tests.fault_proxy import ANSWERED, FINAL, fault_proxy
 from tests.rollout.loop_harness import RAW, TOKENS, G, produce, until
 from tests.stub_server import stub_server
@@ -65,3 +68,54 @@ def test_every_fifth_answer_is_spoilt_and_the_counters_add_up(tmp_path):
     dropped = {group for group, reason in trainer.resolved}
     assert samples + sum(n for group, n in proxy.groups.items() if group in dropped) == counts[""]
     assert {reason for _, reason in trainer.resolved} <= {"unusable"} and len(trainer.ready) >= NUM_GROUPS
+
+
+class Faulty(RolloutLoop):
+    """One rollout in ten raises, one in twenty never ends."""
+
+    async def setup(self) -> None:
+        self.random, self.num_raised, self.num_hung = random.Random(5), 0, 0
+
+    async def generate_one(self, prompt, tools, group_id):
+        fate = self.random.random()
+        if fate < 0.10:
+            self.num_raised += 1
+            raise ValueError("injected")
+        if fate < 0.15:
+            self.num_hung += 1
+            await asyncio.Event().wait()
+        return await super().generate_one(prompt, tools, group_id)
+
+
+def rubbish(seed=7):
+    rng = random.Random(seed)
+    while True:
+        yield "malformed" if rng.random() < 0.05 / 0.85 else None
+
+
+def test_rollouts_that_raise_hang_or_get_rubbish_are_counted_exactly_and_leave_nothing(tmp_path):
+    limit, threads = 60 * G * RAW, set(threading.enumerate())
+
+    async def until_idle(trainer, loop):
+        await until(lambda: loop.admission.num_open_groups == 0 and not loop.admission.may_start(), 60)
+        await asyncio.sleep(3.0)  # the last metrics go out once a second, on a loaded machine a little later
+
+    with stub_server(tokens=TOKENS, heads=2, bodies=11) as url, fault_proxy(url, rubbish()) as proxy:
+        trainer = produce(
+            proxy.url,
+            tmp_path,
+            until_idle,
+            takes=False,
+            start=wire.Start(0, 1, [], [], 0, 0, limit),
+            loop_class=Faulty,
+            agent=Agent(time_limit=0.5),
+        )
+        counts = proxy.counts
+    loop, window, num_slots = trainer.custom, trainer.window, trainer.num_done * G
+    injected = {"error": loop.num_raised, "timeout": loop.num_hung, "malformed": counts["malformed"]}
+    assert min(injected.values()) > 3 and sum(injected.values()) > 0.12 * num_slots
+    assert {r: window.total(f"rollout/failed_{r}_count") for r in injected} == injected
+    assert window.total("rollout/failed_count") == sum(injected.values())
+    assert counts[""] == window.total("group/usable_slot_count") == num_slots - sum(injected.values())
+    assert len(trainer.ready) >= 60 and {reason for _, reason in trainer.resolved} <= {"unusable"}
+    assert not [t for t in threading.enumerate() if t not in threads and not t.daemon]
