@@ -7,7 +7,7 @@ import importlib
 import json
 import sys
 
-NAMES = ("help", "dry_run", "planner", "tree_step", "client", "rollout", "turns", "agent_turns", "overlap", "sync_gloo")
+NAMES = ("help", "dry_run", "planner", "tree_step", "client", "rollout", "faults", "turns", "agent_turns", "overlap", "sync_gloo")
 ON_REQUEST = ("rollout_trl",)  # installs a package of its own
 
 
