@@ -25,15 +25,18 @@ VOCABULARY, EOS = 997, 1
 
 
 def token_answer(tokens: int, heads: int, seed: int, version: str = "1", mask: int = 0) -> dict:
-    """An answer of /inference/v1/generate; every third sampled token ranks outside its head."""
+    """An answer of /inference/v1/generate to a request for `heads` + 1 log-probs, cut as vLLM cuts it (1 for no heads).
+
+    Every third sampled token ranks outside its head, half of those outside what is listed.
+    """
     rng = random.Random(seed)
     content, masks = [], []
     for i in range(tokens):
-        ids = rng.sample(range(2, VOCABULARY), heads + 1)
+        ids = rng.sample(range(2, VOCABULARY), heads + 2)
         values = sorted((-rng.expovariate(0.3) for _ in ids), reverse=True)
         ranked = [{"token_id": t, "logprob": v, "rank": r + 1} for r, (t, v) in enumerate(zip(ids, values, strict=True))]
-        sampled = ranked[heads] if i % 3 == 2 or not heads else ranked[rng.randrange(heads)]
-        top = [sampled] + [entry for entry in ranked[:heads] if entry is not sampled]
+        sampled = ranked[heads + i % 2] if i % 3 == 2 or not heads else ranked[rng.randrange(heads)]
+        top = [sampled, *(entry for entry in ranked[: heads + 1] if entry is not sampled)][: heads + 1]
         content.append({**sampled, "top_logprobs": top})
         masks.append(sorted({sampled["token_id"], *ids[:mask]}))
     choice = {"index": 0, "finish_reason": "length", "token_ids": [c["token_id"] for c in content]}
@@ -46,7 +49,9 @@ def text_answer(answer: dict) -> dict:
     """The same answer in the shape of /v1/completions."""
     choice = answer["choices"][0]
     content = choice["logprobs"]["content"]
-    tops = [{f"token_id:{e['token_id']}": e["logprob"] for e in c["top_logprobs"]} for c in content]
+    heads = max(len(content[0]["top_logprobs"]) - 1, 0)
+    kept = [[e for e in c["top_logprobs"] if e["rank"] <= heads or e["rank"] == c["rank"]] for c in content]
+    tops = [{f"token_id:{e['token_id']}": e["logprob"] for e in entries} for entries in kept]
     logprobs = {"token_logprobs": [c["logprob"] for c in content], "top_logprobs": tops}
     same = {key: choice[key] for key in ("index", "finish_reason", "token_ids", "weight_versions")}
     return {"choices": [{**same, "logprobs": logprobs}], "usage": {}}

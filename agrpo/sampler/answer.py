@@ -1,7 +1,8 @@
 """From the bytes of a server's answer to a `Turn`: typed decoding, arrays at once, and the checks of GEN-7, GEN-9, SAMP-8.
 
-A token endpoint lists per position the sampled token first, then the ranked top k without it: k entries where the sampled
-token is one of them, k + 1 where it ranks outside. A completion endpoint lists the same as a mapping.
+A token endpoint lists per position the sampled token first, then the ranked others. vLLM cuts that list after as many
+entries as were asked for, so that a sampled token from outside the top k takes the place of rank k: one more is asked for
+than is kept. A completion endpoint lists the top k and, besides, a sampled token from outside, as a mapping.
 """
 
 from __future__ import annotations
@@ -189,40 +190,24 @@ def ranked_heads(
 ) -> tuple[np.ndarray, np.ndarray]:
     """Exactly the ranked top k per token, [T, K] ids and log-probs, padded with -inf (GEN-9).
 
-    `ids` and `logprobs` hold the listed entries back to back, `counts[i]` of them for token i. With K = 2, sampled 7 and
-    the entries 7: -3.0, 5: -0.1, 4: -2.5 the head is 5, 4; with 7: -0.9, 5: -0.6 it is 5, 7.
+    `ids` and `logprobs` hold the listed entries back to back, `counts[i]` of them for token i: the top k at least, and the
+    sampled token, wherever it ranks. With K = 2, sampled 7 and the entries 7: -3.0, 5: -0.1, 4: -2.5 the head is 5, 4;
+    with 7: -0.9, 5: -0.6 it is 5, 7.
     """
-    starts = np.concatenate([[0], np.cumsum(counts)[:-1]]) if len(counts) else np.zeros(0, np.int64)
-    extra = counts == num_heads + 1
-    regular = bool(np.all(extra | (counts == num_heads))) and bool(np.all(ids[starts] == output_ids))
-    if not regular:
-        return _irregular_heads(output_ids, counts, ids, logprobs, num_heads)
-    # Beyond the k ranked entries the sampled token, listed first, is the one that is not part of the head.
-    take = (starts + extra)[:, None] + np.arange(num_heads)
-    return _by_rank(ids[take], logprobs[take])
-
-
-def _irregular_heads(output_ids, counts, ids, logprobs, num_heads: int) -> tuple[np.ndarray, np.ndarray]:
-    head_ids = np.zeros((len(output_ids), num_heads), np.int32)
-    head_logprobs = np.full((len(output_ids), num_heads), -np.inf, np.float32)
-    start = 0
-    for i, count in enumerate(counts):
-        entries = dict(zip(ids[start : start + count], logprobs[start : start + count], strict=True))
-        start += count
-        if len(entries) > num_heads:
-            entries.pop(output_ids[i], None)
-        best = sorted(entries.items(), key=lambda entry: -entry[1])[:num_heads]
-        head_ids[i, : len(best)] = [token for token, _ in best]
-        head_logprobs[i, : len(best)] = [value for _, value in best]
-    return _by_rank(head_ids, head_logprobs)
-
-
-def _by_rank(head_ids: np.ndarray, head_logprobs: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    if np.isnan(head_logprobs).any():
+    if np.isnan(logprobs).any():
         raise RolloutFailure("logprobs", "a head log-prob is not a number")
-    head_logprobs = np.where(head_logprobs <= PLACEHOLDER, np.float32(-np.inf), head_logprobs)
-    order = np.argsort(-head_logprobs, axis=1, kind="stable")
-    return np.take_along_axis(head_ids, order, 1), np.take_along_axis(head_logprobs, order, 1)
+    width = max(int(counts.max(initial=0)), num_heads)
+    is_listed = np.arange(width) < counts[:, None]
+    all_ids = np.zeros((len(output_ids), width), np.int32)
+    all_logprobs = np.full((len(output_ids), width), -np.inf, np.float32)
+    all_ids[is_listed] = ids
+    all_logprobs[is_listed] = np.where(logprobs <= PLACEHOLDER, np.float32(-np.inf), logprobs)
+    # Some servers list the sampled token, which is first, a second time in its place.
+    is_repeated = all_ids == output_ids[:, None]
+    is_repeated &= is_repeated.cumsum(axis=1) > 1
+    all_logprobs[is_repeated & is_listed] = -np.inf
+    order = np.argsort(-all_logprobs, axis=1, kind="stable")[:, :num_heads]
+    return np.take_along_axis(all_ids, order, 1), np.take_along_axis(all_logprobs, order, 1)
 
 
 def _turn(choice, expected: Expected, output_ids, logprobs, heads, masks: list[list[int]] | None) -> Turn:

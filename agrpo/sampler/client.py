@@ -216,7 +216,8 @@ class Client:
         if server.speaks_tokens:
             request_id = f"{group_id}-{slot}-{turn}-{attempt}"
             body = {"request_id": request_id, "model": request["model"], "token_ids": request["prompt"]}
-            body["sampling_params"] = params
+            # One more than is kept: the sampled token takes a place of its own in the list (GEN-9).
+            body["sampling_params"] = {**params, "logprobs": params["logprobs"] + 1} if params["logprobs"] else params
             body |= self._salt(expected)
             return turn_of_tokens(await self._http.sample(server.url + TOKEN_PATH, body, headers, is_probe), expected)
         body = {"model": request["model"], "prompt": request["prompt"], "n": 1, **params}

@@ -27,7 +27,9 @@ class Vllm:
     chat_template_kwargs: dict[str, Any] | None = setting(None, "passed to every rendering of the chat template")
     clamp_max_tokens: bool = setting(True, "ask for no more tokens than fit into the server's context")
     require_prefix_template: bool = setting(True, "refuse templates that re-render history when tools are used")
-    max_retries: int = setting(5, "retries of a request after errors, resets and time-outs of a server that is up", ge=0)
+    max_retries: int = setting(
+        5, "retries of a request after errors, resets and time-outs of a server that is up", ge=0
+    )
 
     @property
     def is_truncated(self) -> bool:

@@ -69,9 +69,9 @@ class Embedded:
     def problems(self, config: Any) -> list[str]:
         lines = []
         wanted = getattr(config.sampler, "num_sampler_logprobs", 0)
-        if getattr(config.loss, "wants_head", False) and wanted > self.max_logprobs:
+        if getattr(config.loss, "wants_head", False) and wanted >= self.max_logprobs:
             lines.append(
-                f"sampler.num_sampler_logprobs must be at most server.max_logprobs = {self.max_logprobs}, got {wanted}"
+                f"sampler.num_sampler_logprobs must be below server.max_logprobs = {self.max_logprobs}, got {wanted}"
             )
         longest = getattr(config.sampler, "max_completion_length", 0)
         if self.max_model_len is not None and longest >= self.max_model_len:

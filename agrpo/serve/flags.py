@@ -91,7 +91,8 @@ def _contract_options(server: Any, config: Any) -> list[Option]:
     """What the client, the loss and the weight sync rely on."""
     options: list[Option] = [("--logprobs-mode", "processed_logprobs"), ("--enable-scale-out",)]
     if config.loss.wants_head:
-        options.append(("--max-logprobs", str(max(config.sampler.num_sampler_logprobs, VLLM_MAX_LOGPROBS))))
+        # One more than the head holds: the token endpoint lists the sampled token among them.
+        options.append(("--max-logprobs", str(max(config.sampler.num_sampler_logprobs + 1, VLLM_MAX_LOGPROBS))))
     if config.sampler.is_truncated:
         options.append(("--return-sampling-mask",))
     if config.sync.backend:
@@ -120,6 +121,8 @@ def _environment(config: Any, run_dir: Path, num_gpus: int, model: str) -> dict[
     if not num_gpus:
         # Bound threads would keep the trainer's from the same cores; without a size the cache takes most of the memory.
         own = {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_CPU_KVCACHE_SPACE": str(_cpu_cache_gib())}
+        # Half of the cores are the trainer's. Threads that spin while another process has their core cost most of the time.
+        own |= {"OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // 2)), "OMP_WAIT_POLICY": "PASSIVE"}
         variables |= {name: os.environ.get(name, value) for name, value in own.items()}
     if all(Path(path).expanduser().is_dir() for path in (model, config.model.tokenizer_path or model)):
         variables["HF_HUB_OFFLINE"] = "1"

@@ -67,7 +67,7 @@ def test_a_request_states_every_sampling_setting(url):
         "repetition_penalty": 1.0,
         "presence_penalty": 0.0,
         "frequency_penalty": 0.0,
-        "logprobs": 3,
+        "logprobs": 4,
         "seed": request_seed(42, KEY, 0),
     }
     assert "cache_salt" not in body

@@ -81,7 +81,7 @@ CASES = [
     ("max_model_len", lambda s: s.entry.update(max_model_len=977), ("packer.token_budget=512",), "warn", "longer samples are dropped", "--max-model-len 512"),
     ("log-probs mode", lambda s: change(s, "model_config", logprobs_mode="raw_logprobs"), (), "fail", "raw_logprobs", "--logprobs-mode processed_logprobs"),
     ("log-probs mode", lambda s: s.info["vllm_config"].pop("model_config"), (), "warn", "not reported", "--logprobs-mode processed_logprobs"),
-    ("max_logprobs", lambda s: change(s, "model_config", max_logprobs=5), (), "fail", "5, below sampler.num_sampler_logprobs=8", "--max-logprobs 20"),
+    ("max_logprobs", lambda s: change(s, "model_config", max_logprobs=5), (), "fail", "5, below sampler.num_sampler_logprobs + 1 = 9", "--max-logprobs 20"),
     ("max_logprobs", lambda s: change(s, "model_config", max_logprobs=5), ("loss=grpo",), "ok", "needed are 0", ""),
     ("max_logprobs", lambda s: change(s, "model_config", max_logprobs=-1), (), "ok", "no limit", ""),
     ("token endpoint", lambda s: s.answers.update({"/inference/v1/generate": (403, {})}), (), "warn", "/v1/completions is used", "--enable-scale-out"),

@@ -76,6 +76,7 @@ def test_a_cpu_build_has_one_front_end_and_a_bounded_cache(pretender):
     assert "--no-enable-chunked-prefill" in found.argv
     assert "--enforce-eager" in found.argv and "--api-server-count 1" in words(found)
     assert found.environment["VLLM_CPU_OMP_THREADS_BIND"] == "nobind"
+    assert found.environment["OMP_NUM_THREADS"] == os.environ.get("OMP_NUM_THREADS", str(max(1, os.cpu_count() // 2)))
     assert 1 <= int(found.environment["VLLM_CPU_KVCACHE_SPACE"]) <= 8
     assert found.environment["HF_HUB_OFFLINE"] == "1"  # the model is a folder
     assert found.environment["PYTHONPATH"].split(os.pathsep)[0].endswith("vllm_plugin")
@@ -97,7 +98,7 @@ def test_the_served_precision_is_the_one_the_trainer_computes_in(overrides, dtyp
 
 
 def test_what_the_loss_and_the_sampling_need():
-    assert command("sampler.num_sampler_logprobs=37").words("--max-logprobs") == "--max-logprobs 37"
+    assert command("sampler.num_sampler_logprobs=37").words("--max-logprobs") == "--max-logprobs 38"  # and the sampled token
     assert command("sampler.num_sampler_logprobs=3").words("--max-logprobs") == "--max-logprobs 20"  # vLLM's own
     assert command("loss=grpo").words("--max-logprobs") == ""
     assert "--return-sampling-mask" not in command().argv

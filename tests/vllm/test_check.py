@@ -103,7 +103,7 @@ def wrong(vllm_python, tiny_model, tmp_path_factory):
     [
         ("first", "log-probs mode", "fail", "raw_logprobs", "--logprobs-mode processed_logprobs"),
         ("first", "max_model_len", "fail", "leaves no room", "--max-model-len"),
-        ("first", "max_logprobs", "fail", "5, below sampler.num_sampler_logprobs=23", "--max-logprobs 23"),
+        ("first", "max_logprobs", "fail", "5, below sampler.num_sampler_logprobs + 1 = 24", "--max-logprobs 24"),
         ("first", "dtype", "warn", "serves bfloat16, the trainer computes in float32", "--dtype float32"),
         ("merged", "weight transfer", "fail", "no back end", "--weight-transfer-config"),
         ("first", "adapter slots", "fail", "rollout.max_staleness + 2 = 5", "--max-loras 5"),

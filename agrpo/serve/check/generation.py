@@ -59,13 +59,13 @@ def logprobs_mode(look: Look) -> Row:
 
 
 def max_logprobs(look: Look) -> Row:
-    """As many log-probs per token as the loss asks for (SRV-7)."""
-    wanted = look.config.sampler.num_sampler_logprobs if look.config.loss.wants_head else 0
+    """As many log-probs per token as the loss asks for, and one for the sampled token (SRV-7)."""
+    wanted = look.config.sampler.num_sampler_logprobs + 1 if look.config.loss.wants_head else 0
     limit = look.section("model_config").get("max_logprobs")
     if limit is None:
         return look.skip("max_logprobs", f"{UNKNOWN}; needed are {wanted}")
     if 0 <= limit < wanted:
-        found = f"{limit}, below sampler.num_sampler_logprobs={wanted}"
+        found = f"{limit}, below sampler.num_sampler_logprobs + 1 = {wanted}"
         return look.fail("max_logprobs", found, f"--max-logprobs {max(wanted, VLLM_MAX_LOGPROBS)}")
     return look.ok("max_logprobs", f"{'no limit' if limit < 0 else limit}, needed are {wanted}")
 
