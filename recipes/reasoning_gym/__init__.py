@@ -1,0 +1,1 @@
+"""Generated tasks of the reasoning-gym package, with its own scoring."""
