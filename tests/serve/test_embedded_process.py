@@ -72,6 +72,7 @@ def test_problems_name_key_and_limit():
         sampler=SimpleNamespace(num_sampler_logprobs=40, max_completion_length=64),
         loss=SimpleNamespace(wants_head=True),
         sync=SimpleNamespace(receiver="gloo"),
+        model=SimpleNamespace(lora=SimpleNamespace(enabled=False)),
     )
     lines = Embedded(max_model_len=64, kv_cache_tokens=63).problems(config)
     assert [line.split(" ")[0] for line in lines] == [
