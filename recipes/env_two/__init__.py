@@ -1,1 +1,1 @@
-"""Two environments in one run, chosen row by row: a counter and a row of lamps."""
+"""Two environments in one run, chosen row by row: a counter and a desk with a calculator."""

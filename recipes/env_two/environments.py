@@ -1,35 +1,34 @@
-"""The second environment beside the counter: lamps of several colours, one of which is to be lit alone."""
+"""The second environment beside the counter: a desk with a calculator, where the product of two numbers is to be found."""
 
 from __future__ import annotations
 
 import random
 from typing import Any
 
-COLOURS = ("red", "green", "blue", "white", "pink", "black")
+from agrpo.recipes.tools_calculator.tools import calculate
 
 
-class LampsEnv:
-    """`reset` names a colour; a rollout is worth 1.0 where exactly that lamp is lit, else 0.0."""
+class ProductEnv:
+    """`reset` asks for a product; a rollout is worth 1.0 where the calculator last showed it, else 0.0."""
 
     def reset(self, group_seed: int | None = None, **columns: Any) -> str:
         """The task. With `group_seed` all members of a group get the same one, so that they can be compared."""
-        self.lit: list[str] = []
-        self.wanted = random.Random(group_seed).choice(COLOURS)
-        return f"Light the {self.wanted} lamp."
+        rng = random.Random(group_seed)
+        a, b = rng.randint(10, 99), rng.randint(10, 99)
+        self.product, self.shown = a * b, 0
+        return f"What is {a} * {b}?"
 
     def get_reward(self) -> float:
-        return float(self.lit == [self.wanted])
+        return float(self.shown == self.product)
 
-    def press(self, colour: str) -> str:
-        """Press the switch of one lamp; pressed again, it goes out.
+    def calculate(self, expression: str) -> int:
+        """Work out a sum, a difference or a product of two numbers.
 
         Args:
-            colour: Which lamp.
+            expression: Two numbers with one of + - * between them, such as 12 * 34.
 
         Returns:
-            The colours that are lit now.
+            The result.
         """
-        if colour not in COLOURS:
-            raise ValueError(f"no lamp is {colour}; there are {', '.join(COLOURS)}")
-        self.lit = [c for c in self.lit if c != colour] if colour in self.lit else [*self.lit, colour]
-        return " ".join(self.lit)
+        self.shown = calculate(expression)
+        return self.shown

@@ -13,7 +13,7 @@ import pytest
 
 from agrpo.config import compose
 from agrpo.recipes.env_counter.environment import IncrementEnv
-from agrpo.recipes.env_two.environments import COLOURS, LampsEnv
+from agrpo.recipes.env_two.environments import ProductEnv
 from agrpo.recipes.tools_calculator import corpus
 from agrpo.recipes.tools_calculator.rewards import correct
 from agrpo.recipes.tools_calculator.tools import calculate
@@ -71,16 +71,16 @@ def test_reward_of_right_wrong_and_unfinished_answers():
 
 
 def test_the_environments_reward_their_task_and_share_it_by_seed():
-    counter, lamps = IncrementEnv(), LampsEnv()
+    counter, product = IncrementEnv(), ProductEnv()
     assert counter.reset(group_seed=7) == IncrementEnv().reset(group_seed=7)
     assert {IncrementEnv().reset(group_seed=n)[-2] for n in range(100)} == set("123456")
     assert (counter.get_reward(), counter.increment(counter.target), counter.get_reward()) == (0, counter.target, 1)
-    assert lamps.reset(group_seed=7) == f"Light the {lamps.wanted} lamp."
-    other = next(c for c in COLOURS if c != lamps.wanted)
-    assert (lamps.press(other), lamps.press(lamps.wanted), lamps.get_reward()) == (other, f"{other} {lamps.wanted}", 0)
-    assert (lamps.press(other), lamps.get_reward()) == (lamps.wanted, 1)
-    with pytest.raises(ValueError, match="no lamp is brown"):
-        lamps.press("brown")
+    asked = product.reset(group_seed=7)
+    a, b = map(int, re.findall(r"\d+", asked))
+    assert asked == ProductEnv().reset(group_seed=7) and product.get_reward() == 0
+    assert (product.calculate(f"{a} * {b}"), product.get_reward()) == (a * b, 1)
+    product.calculate("1 + 1")
+    assert product.get_reward() == 0 and product.reset(group_seed=7) == asked and product.get_reward() == 0
 
 
 def test_a_conversation_as_the_recipe_renders_it_never_forks(loaded):
