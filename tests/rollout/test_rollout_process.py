@@ -129,7 +129,7 @@ def test_a_run_from_configuration_to_finish(started):
     assert group.source_rewards["first_id"].tolist() == group.rewards.tolist()
     assert all(r > 1.9 for r in group.rewards)  # the row's own column reached the function
     assert group.samples[0].token_ids[:3].tolist() == [group.row_index + 2, 7, 1]
-    assert report(url)["seen"][0]["sampling_params"]["logprobs"] == 2
+    assert report(url)["seen"][0]["sampling_params"]["logprobs"] == 3  # one more than is kept
     assert [e.name for e in trainer.evals] == ["heldout"] and trainer.evals[0].result["rollouts_count"] == 2
     assert exit_record(folder)["code"] == 0
     lines = [json.loads(line) for line in (folder / "completions.jsonl").read_text().splitlines()]
