@@ -21,23 +21,30 @@ class Recorder:
         self._config, self._trainer, self._progress = config, trainer, progress
         self._feeder, self._sinks, self._num_rows = feeder, sinks, num_rows
         self._num_steps = 0  # since the last record
+        self._counted = progress.step
         self._step_ended_at = time.perf_counter()
 
     def step(self, step_index: int) -> None:
         """After each step; writes where a window ends."""
-        now = time.perf_counter()
-        self._trainer.window.add("perf/step_s", now - self._step_ended_at)
-        self._step_ended_at = now
-        self._num_steps += 1
+        self._count(step_index)
         logger = self._config.logger
         if step_index % logger.logging_steps == 0 or (logger.logging_first_step and step_index == 1):
             self._write_steps(step_index)
             self._trainer.parity.judge(step_index)
 
     def end(self) -> None:
-        """Write the steps of a window that did not fill up."""
+        """Write the steps of a window that did not fill up, also a trained one whose sync failed."""
+        if self._progress.step > self._counted:
+            self._count(self._progress.step)
         if self._num_steps:
             self._write_steps(self._progress.step)
+
+    def _count(self, step_index: int) -> None:
+        now = time.perf_counter()
+        self._trainer.window.add("perf/step_s", now - self._step_ended_at)
+        self._step_ended_at = now
+        self._num_steps += 1
+        self._counted = step_index
 
     def write(self, window: Window, step_index: int, verdict: dict[str, str]) -> None:
         record = {**window.record(step_index), **verdict}

@@ -116,4 +116,6 @@ def test_a_server_without_the_token_endpoint_is_asked_for_a_completion():
     completion, tokens = answers
     assert completion.ids.shape == (7, 5) and completion.output_ids.tolist() == tokens.output_ids.tolist()
     for mine, other, a, b in zip(completion.ids, tokens.ids, completion.sampler_logprobs, tokens.sampler_logprobs, strict=True):
-        assert dict(zip(mine.tolist(), a.tolist(), strict=True)) == dict(zip(other.tolist(), b.tolist(), strict=True))
+        # The token endpoint lists as many as were asked for with the sampled one counted in: one more where it ranks first.
+        listed, all_listed = dict(zip(mine.tolist(), a.tolist(), strict=True)), dict(zip(other.tolist(), b.tolist(), strict=True))
+        assert len(listed) >= 4 and listed.items() <= all_listed.items() and len(all_listed) == 5
