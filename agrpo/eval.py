@@ -50,7 +50,7 @@ class Evaluation:
             "version": version,
             "rollouts_count": len(scored),
             "failed_count": len(rollouts) - len(usable),
-            "mean_length": sum(len(t.output_ids) for r in usable for t in r.turns) / max(len(usable), 1),
+            "mean_length": sum(sum(r.generated_counts) for r in usable) / max(len(usable), 1),
             "clipped_ratio": sum(r.truncated for r in usable) / max(len(usable), 1),
             "duration_s": time.monotonic() - began,
         }

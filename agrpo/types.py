@@ -92,6 +92,13 @@ class Rollout:
     extras: dict[str, Any] = field(default_factory=dict)  # what the player's owner needs later: filters, the dump
 
     @property
+    def generated_counts(self) -> list[int]:
+        """Generated tokens of each training row; a turn that is a row of its own may hold context among its output."""
+        if self.row_offsets is None:
+            return [sum(len(t.output_ids) for t in self.turns)]
+        return [int(np.count_nonzero(t.output_mask)) for t in self.turns]
+
+    @property
     def reward(self) -> float:
         """Sum of all sources that gave a number; NaN if none did (REW-7, REW-8)."""
         values = [v for v in self.rewards.values() if v is not None]

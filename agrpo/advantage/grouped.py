@@ -88,7 +88,7 @@ class Grouped:
         totals = np.array([r.reward for r in usable], np.float64) if totals is None else np.asarray(totals, np.float64)
         offsets = [np.zeros(1) if r.row_offsets is None else r.row_offsets for r in usable]
         raw = np.repeat(totals, counts) + (np.concatenate(offsets) if offsets else np.zeros(0))
-        lengths = np.array([n for r in usable for n in _generated(r)], np.int64)
+        lengths = np.array([n for r in usable for n in r.generated_counts], np.int64)
         rows = raw + self.overlong.penalty(lengths, max_completion_length)
         first_row = np.cumsum(counts) - counts
         references = np.where([r.has_reference for r in usable], totals, rows[first_row]) if usable else np.zeros(0)
@@ -147,17 +147,11 @@ class Grouped:
 
     def _of_batch(self, samples: list[Sample], group_of: Callable[[int], ReadyGroup]) -> np.ndarray:
         groups = {s.group_id: group_of(s.group_id) for s in samples}
-        places = {
-            (group_id, int(slot)): (group_id, at)
-            for group_id, group in groups.items()
-            for at, slot in enumerate(group.rollout_indices)
-        }
-        starts, sizes = {}, []
-        for group_id, group in groups.items():
-            starts[group_id] = sum(sizes)
-            sizes.append(len(group.references))
+        slots = [(group_id, int(slot)) for group_id, group in groups.items() for slot in group.rollout_indices]
+        place = {key: at for at, key in enumerate(slots)}
+        sizes = [len(group.references) for group in groups.values()]
         references = np.concatenate([g.references for g in groups.values()])
-        rollouts = [starts[g] + at for g, at in (places[s.group_id, s.rollout_index] for s in samples)]
+        rollouts = [place[s.group_id, s.rollout_index] for s in samples]
         in_step = np.zeros(len(references), np.bool_)
         in_step[rollouts] = True
         # One row per sample, sorted by rollout; rollouts without a sample in the step get a row that is thrown away.
@@ -248,13 +242,6 @@ class Grouped:
         if tokens > limit:
             return [f"advantage.overlong.tokens must be in [1, {limit}] (sampler.max_completion_length), got {tokens}"]
         return []
-
-
-def _generated(rollout: Any) -> list[int]:
-    """Generated tokens of each row of a rollout; a turn that is a row of its own may hold context among them."""
-    if rollout.row_offsets is None:
-        return [sum(len(t.output_ids) for t in rollout.turns)]
-    return [int(np.count_nonzero(t.output_mask)) for t in rollout.turns]
 
 
 def _listed(values: np.ndarray) -> str:

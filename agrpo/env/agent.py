@@ -47,7 +47,6 @@ class AgentPlayer:
         max_model_len: int,
         eos_ids: frozenset[int],
         settings: Any,  # the `rollout` section
-        seed: int = 0,
     ):
         self._agent, self._name = agent, type(agent).__qualname__
         if not inspect.iscoroutinefunction(getattr(agent, "run", None)):

@@ -28,13 +28,13 @@ class Kind:
 
     name: str  # as the mapping names it; empty for a single factory
     factory: Callable[[], Any]
-    cls: type | None  # None while no instance has told: the factory is a function without a class as its return type
+    cls: type
     tools: dict[str, Tool]
 
     @property
     def source(self) -> str:
         """The name of its reward (ENV-10)."""
-        return self.cls.__name__ if self.cls else self.name
+        return self.cls.__name__
 
     @property
     def has_reward(self) -> bool:

@@ -7,19 +7,19 @@ from collections.abc import Iterable
 
 import numpy as np
 
-from agrpo.env.stitch import chains
+from agrpo.env.stitch import chains_of
 from agrpo.types import Ragged, Rollout, Turn
 
 
 def rows(rollout: Rollout) -> list[Turn]:
     """The training rows of a rollout, each as one turn, in order."""
-    if rollout.row_offsets is not None:
-        return list(rollout.turns)
-    return [joined(chain) for chain in chains(rollout.turns)]
+    return [joined(chain) for chain in chains_of(rollout)]
 
 
 def joined(chain: list[Turn]) -> Turn:
     """A chain of turns as one: the first prompt, then everything after it, of which only the answers are trained."""
+    if len(chain) == 1:
+        return chain[0]
     first, last = chain[0], chain[-1]
     start = len(first.prompt_ids)
     token_ids = np.concatenate([last.prompt_ids, last.output_ids])

@@ -11,6 +11,7 @@ same whatever follows it, and that tokens never reach over the border between tw
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import logging
 from typing import Any
@@ -120,12 +121,13 @@ class Renderer:
     def _keeps_the_start(self) -> bool:
         """A first prompt without its generation prompt is what an assistant message is appended to."""
         with_prompt, bare = self.ids([USER]), self.tokens(self.text([USER], False))
-        generation = self.generation_ids([USER])
+        generation = self.generation_ids
         return np.array_equal(with_prompt, np.concatenate([bare, generation]))
 
-    def generation_ids(self, messages: Messages) -> np.ndarray:
-        """Tokens of the generation prompt after `messages`."""
-        bare, whole = self.text(messages, False), self.text(messages, True)
+    @functools.cached_property
+    def generation_ids(self) -> np.ndarray:
+        """Tokens of the generation prompt after a user message."""
+        bare, whole = self.text([USER], False), self.text([USER], True)
         if not whole.startswith(bare):
             raise ValueError("the generation prompt changes what stands before it")
         return self.tokens(whole[len(bare) :])
@@ -177,15 +179,6 @@ class Growing:
             self.prompt, self._bare = self._renderer.ids(self.messages), None
         return self.prompt
 
-    def follow(self, messages: Messages) -> np.ndarray:
-        """The same for a caller that holds the whole conversation: `messages` in full; any other history starts anew."""
-        known = len(self.messages)
-        if messages[:known] == self.messages and len(messages) > known:
-            return self.extend(messages[known:])
-        self.messages, self.prompt, self._bare = list(messages), self._renderer.ids(messages), None
-        self._start = tuple(m["role"] for m in messages)
-        return self.prompt
-
     def _compare(self) -> None:
         """The first few prompts of each kind of start are compared with the whole conversation rendered anew."""
         seen = self._renderer.compared.get(self._start, 0)
@@ -212,7 +205,7 @@ class Growing:
         """The prompt so far up to the generation prompt it ends with; None after a message it does not depend on."""
         if not self.messages or self.messages[-1]["role"] != "user":
             return None
-        generation = self._renderer.generation_ids([USER])
+        generation = self._renderer.generation_ids
         end = len(self.prompt) - len(generation)
         if end < 0 or not np.array_equal(self.prompt[end:], generation):
             return None

@@ -95,7 +95,7 @@ def open_player(
     if not is_workflow(target):
         from agrpo.env.agent import AgentPlayer
 
-        return AgentPlayer(owner, **facts, settings=rollout, seed=config.run.seed)
+        return AgentPlayer(owner, **facts, settings=rollout)
     from agrpo.env.workflow_player import WorkflowPlayer
 
     return WorkflowPlayer(
@@ -130,10 +130,4 @@ def _given_by_the_run(cls: type, kwargs: dict[str, Any]) -> list[str]:
 
 
 def _gconfig(sampler: Any) -> GenerationHyperparameters:
-    return GenerationHyperparameters(
-        max_new_tokens=sampler.max_completion_length,
-        temperature=sampler.temperature,
-        top_p=sampler.top_p,
-        top_k=sampler.top_k,
-        min_p=sampler.min_p or 0.0,
-    )
+    return GenerationHyperparameters(max_new_tokens=sampler.max_completion_length, **sampler.distribution)

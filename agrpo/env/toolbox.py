@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from agrpo.env.threads import Threads
@@ -24,7 +24,7 @@ class Toolbox:
     num_calls: int = 0
     num_failed: int = 0
     has_timed_out_method: bool = False  # the instance may still be at work in an abandoned thread
-    events: list[Event] | None = None
+    events: list[Event] = field(default_factory=list)
 
     async def answer(self, calls: list[dict[str, Any]]) -> list[dict[str, Any]]:
         """One message per call, in order of the calls (TOOL-4, TOOL-6)."""
@@ -71,13 +71,13 @@ class Toolbox:
         self._record(f"tools/{name}/call_count", 1)
         self._record(f"tools/{name}/failure_count", float(failed))
 
-    def _record(self, name: str, value: float, weight: float = 1.0) -> None:
-        self.events = [*(self.events or []), (name, float(value), weight)]
+    def _record(self, name: str, value: float) -> None:
+        self.events.append((name, float(value), 1.0))
 
     def summary(self, loop_exhausted: bool) -> tuple[Event, ...]:
         """All metric events of a finished rollout."""
         return (
-            *(self.events or []),
+            *self.events,
             ("tools/call_frequency", float(self.num_calls), 1.0),
             ("tools/failure_frequency", float(self.num_failed), float(self.num_calls)),
             ("tools/loop_exhausted_frac", float(loop_exhausted), 1.0),

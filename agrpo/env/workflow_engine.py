@@ -94,10 +94,7 @@ def _fixed(sampler: Any) -> dict[str, Any]:
     """Values that decide what the sampled distribution is."""
     return {
         "n_samples": 1,
-        "temperature": sampler.temperature,
-        "top_p": sampler.top_p,
-        "top_k": sampler.top_k,
-        "min_p": sampler.min_p or 0.0,
+        **sampler.distribution,
         "greedy": False,
         "min_new_tokens": 0,
         "frequency_penalty": 0.0,
@@ -111,8 +108,7 @@ def _values(gconfig: Any) -> dict[str, Any]:
         return {}
     if isinstance(gconfig, Mapping):
         return dict(gconfig)
-    names = [*_NAMES]
-    return {name: getattr(gconfig, name) for name in names if hasattr(gconfig, name)}
+    return {name: getattr(gconfig, name) for name in _NAMES if hasattr(gconfig, name)}
 
 
 _NAMES = (

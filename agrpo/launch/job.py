@@ -54,20 +54,23 @@ def check(tree: dict[str, Any], devices: Devices) -> tuple[Config, list[str]]:
 def _preview(job: Job) -> None:
     from agrpo.launch.preview import preview
 
-    if job.devices:
-        config, warnings = check(job.tree, job.devices)
-        warnings = warnings + (_missing_here(job, config.devices) if job.devices.assumed else [])
-    else:
-        try:
-            config, warnings = check(job.tree, job.devices)
-        except ConfigError as error:
-            if same_faults(job, error.problems):
-                raise
-            raise NeedsAssumedDevices from error
+    config, warnings = planned(job)
+    if job.devices and job.devices.assumed:
+        warnings = warnings + _missing_here(job, config.devices)
     print(preview(resolved(config), warnings))
 
 
-def same_faults(job: Job, problems: list[str]) -> bool:
+def planned(job: Job) -> tuple[Config, list[str]]:
+    """As `check`; NeedsAssumedDevices where nothing but the lack of a GPU is wrong."""
+    try:
+        return check(job.tree, job.devices)
+    except ConfigError as error:
+        if job.devices or _same_faults(job, error.problems):
+            raise
+        raise NeedsAssumedDevices from error
+
+
+def _same_faults(job: Job, problems: list[str]) -> bool:
     """Whether a machine with GPUs would have every one of these faults too."""
     try:
         check(job.tree, ASSUMED)

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +16,7 @@ import numpy as np
 import yaml
 
 from agrpo.errors import ConfigError
+from agrpo.train.trace import row_digest
 
 _SWITCH_ON = "rollout.dump_to_file=true rollout.fileroot=FOLDER"
 
@@ -104,16 +104,11 @@ def _with_trained(records: list[Record], run: Path) -> list[Record]:
     found = []
     for record in records:
         fields = record.fields
-        line = trained.get((fields["task_id"], fields["rollout_id"], row_digest(fields)))
+        line = trained.get((fields["task_id"], fields["rollout_id"], row_digest(np.array(fields["token_ids"])[loss_mask(fields)])))
         if line is not None:
             record = dataclasses.replace(record, step=line["step"], trainer_logprobs=line["trainer_logprobs"])
         found.append(record)
     return found
-
-
-def row_digest(fields: dict[str, Any]) -> int:
-    """As the trainer's file tells rows apart: CRC-32 of the trained ids as int32."""
-    return zlib.crc32(np.array(fields["token_ids"], np.int32)[loss_mask(fields)].tobytes())
 
 
 def loss_mask(fields: dict[str, Any]) -> np.ndarray:

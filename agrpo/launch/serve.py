@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from agrpo.config import Config
-from agrpo.config.runner import NeedsAssumedDevices
 from agrpo.errors import ConfigError
 from agrpo.launch import job as jobs
 from agrpo.launch import plan
@@ -39,12 +38,7 @@ def commands(config: Config) -> list[ServerCommand]:
 
 def lines(job: Job) -> list[str]:
     """The commands as lines for a shell; planned for an assumed machine where this one has no GPU and needs one."""
-    try:
-        config, _ = jobs.check(job.tree, job.devices)
-    except ConfigError as error:
-        if job.devices or jobs.same_faults(job, error.problems):
-            raise
-        raise NeedsAssumedDevices from error
+    config, _ = jobs.planned(job)
     return [command.line() for command in commands(plan.resolved(config))]
 
 

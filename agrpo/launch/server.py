@@ -1,6 +1,6 @@
 """The life of the run's server: started, waited for, watched, and started again when it dies.
 
-    starting --(healthy)--> healthy --(dies)--> down --(a moment)--> starting --(healthy)--> ... --(weights)--> synced
+    starting --(healthy)--> healthy --(dies)--> down --(a moment)--> starting --> unsynced --(weights)--> healthy
 
 A server that dies before it was ever healthy ends the run, and so does one that died too often. After a restart it has
 the weights it was started with; the trainer notices and sends the run's (`train/outage.py`). A server whose answers do
@@ -24,7 +24,7 @@ from agrpo.metrics.console import Console
 WINDOW_S = 3600.0  # over which restarts are counted
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.5, 30.0  # before a restart; a killed process gives a GPU's memory back a little later
 LOOK_EVERY_S, TELL_EVERY_S = 0.5, 5.0
-LOOK_AT_HEALTHY_EVERY_S = 2.0
+LOOK_AT_RUNNING_EVERY_S = 2.0
 REFUSING_S = 20.0  # a process that lives but answers /health with a refusal or an error for so long is as good as dead
 NUM_LAST_LINES = 5  # of its log, shown when it dies
 _PREFIX = re.compile(r"^\s*(?:\([^)]*\)\s*)?(?:(?:DEBUG|INFO|WARNING|ERROR)\s+)?[\d:.,\- ]*(?:\[[^\]]*\]\s*)?")
@@ -53,7 +53,6 @@ class Server:
         self._state = "new"
         self._since = self._told_at = self._looked_at = 0.0
         self._well_at = 0.0  # when it last answered as a healthy one, or was too busy to answer
-        self._told = ""
 
     def start(self) -> None:
         if self._launch is None:
@@ -109,14 +108,14 @@ class Server:
                 self._start_again()
         elif self.child.code is not None:
             self._take_down()
-        elif self._state == "healthy" and time.monotonic() - self._looked_at >= LOOK_AT_HEALTHY_EVERY_S:
+        elif time.monotonic() - self._looked_at >= (LOOK_EVERY_S if self._state == "starting" else LOOK_AT_RUNNING_EVERY_S):
             self._looked_at = time.monotonic()
-            self._look_at_healthy()
-        elif self._state in ("starting", "unsynced") and time.monotonic() - self._looked_at >= LOOK_EVERY_S:
-            self._looked_at = time.monotonic()
-            self._look_at_restarted(children)
+            if self._state == "starting":
+                self._look_at_restarted(children)
+            else:
+                self._look_at_running()
 
-    def _look_at_healthy(self) -> None:
+    def _look_at_running(self) -> None:
         """End a server whose engine is gone while its process hangs on: then it is one that died.
 
         No answer in time says nothing: a busy server may be slow. A refused connection or an error status says it all.
@@ -127,6 +126,15 @@ class Server:
         elif time.monotonic() - self._well_at > self._refusing_s:
             self._console.event("server", f"its process lives, but /health says: {answer}; ending it")
             kill([self.child])
+        if self._state == "unsynced":
+            self._tell_weights()
+
+    def _tell_weights(self) -> None:
+        """Healthy once the run's weights are there; one that serves adapters never names a version of its own."""
+        label = weight_label(self.urls[0], limit_s=1.0)
+        if label is not None and label.isdecimal():
+            self._console.event("server", f"has the weights of version {label} after {self._in_state_s:.0f} s")
+            self._enter("healthy")
 
     def _take_down(self) -> None:
         self._restarts.append(time.monotonic())
@@ -145,24 +153,20 @@ class Server:
         self._enter("starting")
 
     def _look_at_restarted(self, children: Callable[[], list[Child]]) -> None:
-        if self._state == "starting":
-            answer = health(self.urls[0], limit_s=1.0)
-            if answer == "healthy":
-                self._console.event("server", f"healthy again after {self._in_state_s:.0f} s, waiting for its weights")
-                self._enter("unsynced")
-            else:
-                self._raise_if_late(answer, children())
-                self._tell_progress(answer)
-        elif (label := weight_label(self.urls[0], limit_s=1.0)) is not None and label.isdecimal():
-            self._console.event("server", f"has the weights of version {label} after {self._in_state_s:.0f} s")
-            self._enter("healthy")
+        answer = health(self.urls[0], limit_s=1.0)
+        if answer == "healthy":
+            self._console.event("server", f"healthy again after {self._in_state_s:.0f} s, waiting for its weights")
+            self._enter("unsynced")
+        else:
+            self._raise_if_late(answer, children())
+            self._tell_progress(answer)
 
     def _raise_if_late(self, answer: str, children: list[Child]) -> None:
         if self._in_state_s > self._timeout_s:
             raise diagnosis.not_healthy(self.child, self.urls, self._timeout_s, answer, children)
 
     def _tell_progress(self, answer: str) -> None:
-        """Its phase, else the last line of its log, else what /health says; every few seconds, where it is news."""
+        """Its phase, else the last line of its log, else what /health says; every few seconds."""
         if time.monotonic() - self._told_at < TELL_EVERY_S:
             return
         self._told_at = time.monotonic()
@@ -215,10 +219,15 @@ def weight_label(url: str, limit_s: float = 5.0) -> str | None:
 
 def is_labelled(url: str) -> bool:
     """Whether each token of its answers comes with the label of its weights."""
+    # An empty request is refused: with 403 by a vLLM without --enable-scale-out, with 404 where the path is missing.
+    request = urllib.request.Request(
+        f"{url}/inference/v1/generate", b"{}", {"Content-Type": "application/json"}, method="POST"
+    )
     try:
-        urllib.request.urlopen(f"{url}/inference/v1/generate", timeout=5)
-    except urllib.error.HTTPError as error:  # 405: the path takes only POST
-        return error.code != 404 and weight_label(url) is not None
+        urllib.request.urlopen(request, timeout=5).close()
+    except urllib.error.HTTPError as error:
+        if error.code in (403, 404):
+            return False
     except OSError:
         return False
     return weight_label(url) is not None

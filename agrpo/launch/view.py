@@ -107,7 +107,7 @@ def _print_list(console: Console, records: list[Record], limit: int) -> None:
 
 
 def _number(value: Any) -> str:
-    return "" if value is None else f"{value:.4g}"
+    return "" if value is None else str(value) if isinstance(value, int) else f"{value:.4g}"
 
 
 def _print_one(console: Console, record: Record, tokenizer: Any, all_tokens: bool) -> None:

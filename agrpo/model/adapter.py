@@ -46,7 +46,7 @@ def add_adapter(model: torch.nn.Module, section: Any) -> None:
         )
         peft.inject_adapter_in_model(config, model, NAME)
     except (TypeError, ValueError, AttributeError) as error:
-        raise ConfigError(f"model.lora: {_first_line(error)}") from error
+        raise ConfigError(f"model.lora: {first_line(error)}") from error
     _refuse_targets(model, lora)
     for parameter in model.parameters():
         if parameter.requires_grad:
@@ -153,6 +153,6 @@ def _refuse_targets(model: torch.nn.Module, lora: Any) -> None:
         raise ConfigError(f"model.lora.target_modules: {lora.target_modules} names no module of {type(model).__name__}")
 
 
-def _first_line(error: BaseException) -> str:
+def first_line(error: BaseException) -> str:
     return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
 

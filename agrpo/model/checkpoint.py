@@ -67,7 +67,7 @@ def save(folder: Path, model: torch.nn.Module, updater: Updater | None, files: d
 
 
 def _replace(folder: Path, beside: Path) -> None:
-    """Give `beside` the name `folder`; a checkpoint of the same step stays whole until then, since deleting takes long."""
+    """Give `beside` the name `folder`; what has that name stays whole until then, since deleting takes long."""
     replaced = folder.with_name(f".{folder.name}.replaced")
     shutil.rmtree(replaced, ignore_errors=True)
     if folder.exists():
@@ -157,9 +157,7 @@ def export(model: torch.nn.Module, tokenizer: Any, path: Path, dtype: torch.dtyp
         shutil.rmtree(beside, ignore_errors=True)
         beside.mkdir(parents=True)
         _write(model, tokenizer, beside, state, dtype)
-        if path.exists():
-            shutil.rmtree(path)
-        beside.rename(path)
+        _replace(path, beside)
     _barrier()
 
 
@@ -181,8 +179,7 @@ def _write_adapter(model: torch.nn.Module, path: Path) -> None:
     shutil.rmtree(beside, ignore_errors=True)
     beside.mkdir(parents=True)
     write_adapter(beside, adapter_config(model), tensors)
-    shutil.rmtree(path, ignore_errors=True)
-    beside.rename(path)
+    _replace(path, beside)
 
 
 def export_dtype(section: Any) -> torch.dtype | None:

@@ -10,7 +10,7 @@ import transformers
 
 from agrpo.errors import ConfigError
 from agrpo.model import attention
-from agrpo.model.adapter import add_adapter
+from agrpo.model.adapter import add_adapter, first_line
 from agrpo.model.terms import bind
 from agrpo.model.weights import text_parameters
 
@@ -35,7 +35,7 @@ def load_model(section: Any, device: torch.device | str) -> torch.nn.Module:
     try:
         model = loader.from_pretrained(section.path, **kwargs)
     except (OSError, ValueError, ImportError, TypeError) as error:
-        raise ConfigError(f"model.path: {section.path} cannot be loaded: {_first_line(error)}") from error
+        raise ConfigError(f"model.path: {section.path} cannot be loaded: {first_line(error)}") from error
     refuse_model(model)
     if "gguf_file" in section.init_kwargs:
         # The loader leaves marks of the file's quantization; the weights are dequantized and saved like any others.
@@ -71,7 +71,7 @@ def load_config(section: Any) -> Any:
     except (OSError, ValueError, KeyError) as error:
         if "trust_remote_code" in str(error):
             raise ConfigError(f"model.trust_remote_code must be true: {section.path} ships its own code") from error
-        raise ConfigError(f"model.path: {section.path} cannot be loaded: {_first_line(error)}") from error
+        raise ConfigError(f"model.path: {section.path} cannot be loaded: {first_line(error)}") from error
 
 
 def load_tokenizer(section: Any) -> Any:
@@ -83,7 +83,7 @@ def load_tokenizer(section: Any) -> Any:
     try:
         tokenizer = transformers.AutoTokenizer.from_pretrained(path, padding_side="left", **_source(section), **kwargs)
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ConfigError(f"model.tokenizer_path: {path} cannot be loaded: {_first_line(error)}") from error
+        raise ConfigError(f"model.tokenizer_path: {path} cannot be loaded: {first_line(error)}") from error
     if tokenizer.eos_token_id is None:
         raise ConfigError(
             f"model.tokenizer_path: the tokenizer of {path} has no EOS token, so no answer would ever end"
@@ -152,7 +152,3 @@ def _checkpoint_activations(model: torch.nn.Module, section: Any) -> None:
 
 def _source(section: Any) -> dict[str, Any]:
     return {"trust_remote_code": True} if section.trust_remote_code else {}
-
-
-def _first_line(error: BaseException) -> str:
-    return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)

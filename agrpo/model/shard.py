@@ -42,7 +42,8 @@ def shard(model: torch.nn.Module, section: Any, mesh: DeviceMesh | None) -> None
     """Shard the model in place over `mesh`, a unit per decoder layer and one for the rest; None sets the dtype only.
 
     Under mixed precision the sharded master weights are float32 whatever was loaded, frozen ones stay as they are
-    (MODEL-3); unsharded weights are never up-cast (MODEL-4). Raises ConfigError for unknown options and a precision that the device lacks (COMPAT-36).
+    (MODEL-3); unsharded weights are never up-cast (MODEL-4). Raises ConfigError for unknown options and a precision that
+    the device lacks (COMPAT-36).
     """
     compute = COMPUTE_DTYPES[section.precision]
     device = next(model.parameters()).device
@@ -73,7 +74,8 @@ def _autocast(model: torch.nn.Module, compute: torch.dtype | None) -> torch.dtyp
     trained = {p.dtype for p in model.parameters() if p.requires_grad}
     if trained != {torch.float32}:
         _log.warning(
-            "without FSDP2 weights and optimizer state stay in %s; small updates are lost to rounding", *trained
+            "without FSDP2 weights and optimizer state stay in %s; small updates are lost to rounding",
+            ", ".join(sorted(map(str, trained))),
         )
     return None if {p.dtype for p in model.parameters()} == {compute} else compute
 

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import contextvars
+import functools
 import logging
 import math
 from collections import Counter
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -95,14 +97,21 @@ class Custom:
 
     async def setup(self, state: bytes | None) -> None:
         """`setup`, and then the state of the checkpoint that is resumed."""
-        try:
+        with self._calling("setup"):
             await self.loop.setup()
-            if state is not None:
+        if state is not None:
+            with self._calling("load_state_dict"):
                 self.loop.load_state_dict(msgspec.msgpack.decode(state, strict=False))
+
+    @contextlib.contextmanager
+    def _calling(self, method: str) -> Iterator[None]:
+        """What the loop's own code raises is a contract error with the method's name (LOOP-15)."""
+        try:
+            yield
         except AgrpoError:
             raise
         except Exception as error:
-            raise ContractError(f"{self._name}: setup raised {type(error).__name__}: {error}") from error
+            raise ContractError(f"{self._name}: {method} raised {type(error).__name__}: {error}") from error
 
     async def close(self) -> None:
         try:
@@ -138,12 +147,8 @@ class Custom:
     def judged(self, group: Group) -> tuple[np.ndarray, np.ndarray]:
         """[usable rollouts] total rewards and advantages after `compute_advantages`."""
         shown = group_of(group)
-        try:
+        with self._calling("compute_advantages"):
             given = self.loop.compute_advantages(shown)
-        except AgrpoError:
-            raise
-        except Exception as error:
-            raise ContractError(f"{self._name}: compute_advantages raised {type(error).__name__}: {error}") from error
         totals = np.asarray(shown.rewards, np.float64)
         return totals, checked(given, totals, f"{type(self.loop).__qualname__}.compute_advantages")
 
@@ -177,7 +182,8 @@ class Custom:
 
         async def ask(ids: np.ndarray, key: tuple[int, int, int], max_tokens: int | None = None) -> Turn:
             # The request of a chat already has its number; one that the method repeats counts on from there.
-            token = _playing.set(Play(generate, key[0], key[1], num_turns=key[2]))
+            limited = functools.partial(generate, max_tokens=max_tokens)
+            token = _playing.set(Play(limited, key[0], key[1], num_turns=key[2]))
             try:
                 record = await self.loop.generate_one_turn(ids.tolist())
             finally:

@@ -13,7 +13,7 @@ from agrpo.rollout.hooks import RolloutLoop
 
 ASYNC, PLAIN = (
     ("generate_one", "generate_one_turn", "setup", "close"),
-    ("filter_prompt", "compute_advantages", "state_dict"),
+    ("filter_prompt", "compute_advantages", "state_dict", "load_state_dict"),
 )
 
 

@@ -41,7 +41,7 @@ def record_slots(window: Any, group: Group, num_slots: int) -> None:
 
 
 def _record_lengths(window: Any, usable: list[Rollout]) -> None:
-    lengths = [sum(_num_generated(r, t) for t in r.turns) for r in usable]
+    lengths = [sum(r.generated_counts) for r in usable]
     ended = [n for n, r in zip(lengths, usable, strict=True) if not r.truncated]
     for kind, values in (("", lengths), ("terminated_", ended)):
         if values:
@@ -52,11 +52,6 @@ def _record_lengths(window: Any, usable: list[Rollout]) -> None:
     window.add("completions/clipped_ratio", len(lengths) - len(ended), len(lengths))
     distinct = {tuple(_generated(t) for t in r.turns) for r in usable}
     window.add("completions/duplicate_frac", len(usable) - len(distinct), len(usable))
-
-
-def _num_generated(rollout: Rollout, turn: Turn) -> int:
-    """A turn that is a row of its own may hold context among its output."""
-    return len(turn.output_ids) if rollout.row_offsets is None else int(turn.output_mask.sum())
 
 
 def _generated(turn: Turn) -> bytes:

@@ -25,6 +25,8 @@ PLACEHOLDER = -9999.0
 class Unsynced(RolloutFailure):
     """The tokens came from weights that the run did not send; passes as soon as the server has the run's."""
 
+    drains, after_s = True, 0.0  # as of Retryable
+
     def __init__(self, text: str):
         super().__init__("unsynced", text)
 

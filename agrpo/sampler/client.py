@@ -138,7 +138,7 @@ class Client:
                 return await self._attempt(server, prompt_ids, key, request, attempt)
             except (Retryable, Unsynced) as error:
                 tries.failed(server, error)
-            if isinstance(tries.error, Unsynced) or tries.error.drains:
+            if tries.error.drains:
                 self._servers.take_down(server, tries.error.text)
             elif await self._servers.is_well(server, tries.error.text):
                 await tries.wait()
@@ -168,12 +168,10 @@ class Client:
 
     def _request(self, prompt_ids: np.ndarray, limit: int, temperature: float | None) -> dict[str, Any]:
         """Everything of the request but its seed. All sampling settings are stated: server defaults never apply (GEN-6)."""
-        s = self.sampler
+        asked = {} if temperature is None else {"temperature": temperature}
         params = {
-            "temperature": s.temperature if temperature is None else temperature,
-            "top_p": s.top_p,
-            "top_k": s.top_k,
-            "min_p": s.min_p or 0.0,
+            **self.sampler.distribution,
+            **asked,
             "max_tokens": limit,
             "repetition_penalty": 1.0,
             "presence_penalty": 0.0,
@@ -289,7 +287,7 @@ class _Tries:
         """Before the next try, after a failure that counts; RolloutFailure if there is none."""
         self._num_counted += 1
         wait = self._retry_wait_s * min(2 ** (self._num_counted - 1), 16) * random.uniform(1.0, 1.25)
-        wait = max(wait, getattr(self.error, "after_s", 0.0))
+        wait = max(wait, self.error.after_s)
         if self._num_counted > self._max_retries or time.monotonic() + wait > self.deadline:
             raise RolloutFailure(self.error.reason, f"{self.error.text} ({self._num_failed} tries)") from self.error
         await asyncio.sleep(wait)

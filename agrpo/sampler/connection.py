@@ -34,7 +34,7 @@ class Connection:
     def __init__(self, timeout_s: float, max_connections: int):
         self._timeout_s = timeout_s
         self.answered_at: float | None = None  # time.monotonic() of the last answer to a sampling request
-        connect_s = min(CONNECT_LIMIT_S, timeout_s)
+        self._connect_s = connect_s = min(CONNECT_LIMIT_S, timeout_s)
         # A long answer has about 600 bytes per token; a small read buffer would stop and start its transfer often.
         self._sampling = aiohttp.ClientSession(
             connector=aiohttp.TCPConnector(limit=max_connections, limit_per_host=0),
@@ -84,7 +84,7 @@ class Connection:
             async with session.post(url, data=msgspec.json.encode(body), headers=headers) as answer:
                 content = await answer.read()
         except aiohttp.ConnectionTimeoutError as error:
-            raise Retryable("connection", f"{url}: no connection in {CONNECT_LIMIT_S:g} s") from error
+            raise Retryable("connection", f"{url}: no connection in {self._connect_s:g} s") from error
         except TimeoutError as error:
             raise Retryable("timeout", f"{url} gave no answer in {self._timeout_s:g} s (server.timeout)") from error
         except (aiohttp.ClientError, OSError) as error:

@@ -32,6 +32,11 @@ class Vllm:
     )
 
     @property
+    def distribution(self) -> dict[str, float]:
+        """What the sampled distribution is, by the names that requests use."""
+        return {"temperature": self.temperature, "top_p": self.top_p, "top_k": self.top_k, "min_p": self.min_p or 0.0}
+
+    @property
     def is_truncated(self) -> bool:
         """Tokens are drawn from a candidate set instead of the whole vocabulary (SAMP-1)."""
         return self.top_p < 1 or self.top_k > 0 or bool(self.min_p)

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 from agrpo.errors import AgrpoError, ConfigError, ServerError
 from agrpo.sync.control import MissingEndpoint, ServerControl
-from agrpo.sync.session import SyncTimes
+from agrpo.sync.session import SyncTimes, is_proof_due, of_rank_0
 
 if TYPE_CHECKING:
     import torch
@@ -83,7 +83,7 @@ def choose(server: ServerControl, mode: str, lora: Any, merged_only: str | None,
             raise ConfigError(f"sync.mode=lora: {text}; remove it, or set sync.mode=merged")
         return Choice(False, text)
     for url in server.urls:
-        config = _config_of(server, url)
+        config = server.config_of(url)
         if not config and server.offers(url, LOAD):
             # Outside development mode a server tells nothing of itself; weights could not be sent to it in any case.
             _log.warning("%s does not say how many adapters it holds and of what rank: %s", url, LIMITS)
@@ -95,13 +95,6 @@ def choose(server: ServerControl, mode: str, lora: Any, merged_only: str | None,
             return Choice(False, f"{url} {obstacle}")
         _check_limits(server, url, config["lora_config"], lora.r, max_staleness)
     return Choice(True, f"{', '.join(server.urls)} serves adapters")
-
-
-def _config_of(server: ServerControl, url: str) -> dict[str, Any]:
-    try:
-        return server.request(url, "GET", "/server_info?config_format=json").get("vllm_config") or {}
-    except MissingEndpoint:
-        return {}
 
 
 def _obstacle(config: dict[str, Any]) -> str | None:
@@ -170,8 +163,7 @@ class AdapterSession:
     @property
     def needs_proof(self) -> bool:
         """True after a sync whose arrival must be proven (SYNC-16); not where a version was loaded again as it was."""
-        is_due = self.num_syncs == 1 or (self.verify_every > 0 and self.num_syncs % self.verify_every == 0)
-        return self.num_syncs > 0 and self._is_current and is_due
+        return self._is_current and is_proof_due(self.num_syncs, self.verify_every)
 
     def send(self, tensors: Iterable[Named], version: int, barrier: Callable[[], None]) -> SyncTimes:
         """Register the adapter `tensors` as `version`; all ranks call it together."""
@@ -185,7 +177,7 @@ class AdapterSession:
                 is_current = self._publish(held, version)
             except (AgrpoError, OSError) as error:
                 failure = f"adapter sync of version {version} failed: {error}; the server goes on with those it has"
-        failure, self._is_current = self._agreed((failure, is_current))
+        failure, self._is_current = of_rank_0((failure, is_current), self.world_size)
         if failure is not None:
             raise ServerError(failure)
         self.num_syncs += 1
@@ -300,13 +292,3 @@ class AdapterSession:
         except MissingEndpoint:
             _log.debug("%s has no adapter %s any more", url, name)
         self._served.get(url, set()).discard(name)
-
-    def _agreed(self, result: tuple[str | None, bool]) -> tuple[str | None, bool]:
-        """What rank 0 found, on every rank."""
-        if self.world_size == 1:
-            return result
-        import torch.distributed as dist
-
-        box = [result]
-        dist.broadcast_object_list(box, src=0)
-        return box[0]

@@ -19,7 +19,11 @@ from agrpo.errors import ServerError
 MAX_ERROR_TEXT = 2000  # characters of a server's answer shown to the user
 
 
-class MissingEndpoint(ServerError):
+class Refused(ServerError):
+    """The server answered with an error status."""
+
+
+class MissingEndpoint(Refused):
     """The endpoint does not exist at this server (SRV-17)."""
 
 
@@ -52,7 +56,7 @@ class ServerControl:
         if status >= 400:
             # vLLM answers 403 on the token endpoint where it was started without the flag that its answer names.
             is_missing = status == 404 or (status == 403 and "--enable-scale-out" in text)
-            kind = MissingEndpoint if is_missing else ServerError
+            kind = MissingEndpoint if is_missing else Refused
             raise kind(f"{where} answered {status}: {_error_text(text)}")
         return _decoded(text)
 
@@ -62,9 +66,8 @@ class ServerControl:
             self.request(url, "GET", path)
         except MissingEndpoint:
             return False
-        except ServerError as error:
-            if "answered" not in str(error):
-                raise
+        except Refused:
+            pass
         return True
 
     def begin(self, path: str, bodies: Sequence[Any]) -> list[Future]:
@@ -145,12 +148,15 @@ class ServerControl:
 
     def dtype_name(self) -> str | None:
         """Weight dtype of the server (`float32`), or None if it does not say."""
-        try:
-            info = self.request(self.urls[0], "GET", "/server_info?config_format=json")
-        except MissingEndpoint:
-            return None
-        dtype = (info.get("vllm_config") or {}).get("model_config", {}).get("dtype")
+        dtype = self.config_of(self.urls[0]).get("model_config", {}).get("dtype")
         return str(dtype).removeprefix("torch.") if dtype else None
+
+    def config_of(self, url: str) -> dict[str, Any]:
+        """The configuration that a server reports, by section; {} outside development mode."""
+        try:
+            return self.request(url, "GET", "/server_info?config_format=json").get("vllm_config") or {}
+        except MissingEndpoint:
+            return {}
 
     def generate(self, url: str, token_ids: Sequence[int], model: str | None, params: dict[str, Any]) -> dict:
         """Sample one answer; a choice as of /inference/v1/generate, from /v1/completions where only that is offered."""

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from agrpo.schema import setting
-from agrpo.sync.session import MIB, PLUGIN, Session, mode_problems
+from agrpo.sync.session import MIB, PLUGIN, Session
 
 if TYPE_CHECKING:
     import torch
@@ -32,9 +32,6 @@ class Disk:
     receiver: ClassVar[str] = ""  # the server reads the folder by itself
     backend: ClassVar[str | None] = None  # no --weight-transfer-config
 
-    def problems(self, config: Any) -> list[str]:
-        return mode_problems(self.mode, config)
-
     def server_environment(self, run_dir: Path) -> dict[str, str]:
         """Variables of a vLLM server; an entry of PYTHONPATH goes before what is there."""
         return {"PYTHONPATH": str(PLUGIN)}  # not for the transfer: it repairs tied embeddings of the CPU build
@@ -55,6 +52,7 @@ class FolderTransport:
     def __init__(self, server: ServerControl, packer: Packer, run_dir: Path):
         self.server, self.packer, self.root = server, packer, run_dir.absolute() / "weights"
         self.has_sent = self.found_paused = False
+        self._dtype_name: str | None = None
         self._version = 0
         self._files: list[dict[str, int]] = []  # per file: tensor name -> bytes
 
@@ -63,13 +61,15 @@ class FolderTransport:
         return self.root / f".v{self._version}.{os.getpid()}"
 
     def connect(self) -> None:
-        """Nothing to do: each call stands alone."""
+        """Ask for the servers' dtype, once, before they are paused; every other call stands alone."""
+        if self._dtype_name is None:
+            self._dtype_name = self.server.dtype_name()
 
     def start(self, version: int) -> None:
         self._version, self._files = version, []
         shutil.rmtree(self._beside, ignore_errors=True)
         self._beside.mkdir(parents=True)
-        self.packer.start(self.server.dtype_name())
+        self.packer.start(self._dtype_name)
 
     def send(self, name: str, tensor: torch.Tensor) -> None:
         for bucket in self.packer.add(name, tensor):
@@ -110,6 +110,7 @@ class FolderTransport:
                 shutil.rmtree(old, ignore_errors=True)
 
     def close(self) -> None:
+        self._dtype_name = None
         self.packer.close()
         shutil.rmtree(self._beside, ignore_errors=True)
 

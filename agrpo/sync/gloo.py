@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from agrpo.schema import setting
-from agrpo.sync.session import MIB, PLUGIN, Session, mode_problems
+from agrpo.sync.session import MIB, PLUGIN, Session
 
 if TYPE_CHECKING:
     import torch
@@ -31,9 +31,6 @@ class Gloo:
 
     receiver: ClassVar[str] = "agrpo.sync.gloo.GlooReceiver"  # import path for the embedded server
     backend: ClassVar[str] = "gloo"  # for vLLM's --weight-transfer-config; the plug-in knows it
-
-    def problems(self, config: Any) -> list[str]:
-        return mode_problems(self.mode, config)
 
     def server_environment(self, run_dir: Path) -> dict[str, str]:
         """Variables of a vLLM server; an entry of PYTHONPATH goes before what is there."""

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from agrpo.schema import setting
-from agrpo.sync.session import MIB, Session, mode_problems
+from agrpo.sync.session import MIB, Session
 
 if TYPE_CHECKING:
     import torch
@@ -33,7 +33,7 @@ class Nccl:
     def problems(self, config: Any) -> list[str]:
         if not getattr(config, "devices", ()):
             return ["sync=nccl needs a GPU, none is visible; use sync=gloo or sync=disk"]
-        return mode_problems(self.mode, config)
+        return []
 
     def server_environment(self, run_dir: Path) -> dict[str, str]:
         """Variables of a vLLM server: none, the transfer is vLLM's own."""

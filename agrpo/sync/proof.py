@@ -13,7 +13,7 @@ import numpy as np
 
 from agrpo.errors import ServerError
 from agrpo.sync.control import ServerControl
-from agrpo.sync.session import PLUGIN
+from agrpo.sync.session import PLUGIN, of_rank_0
 
 # Where both sides compute in this dtype, equal weights agree much better than `server.parity_limit` asks.
 EXACT_DTYPES = {"float32": 1e-3}
@@ -109,15 +109,9 @@ class Proof:
             return exact, f"{self.trainer_dtype} on both sides; server.parity_limit=null turns the check off"
         return self.parity_limit, "server.parity_limit"
 
-    def _shared(self, of_rank_0: Callable):
+    def _shared(self, compute: Callable):
         """The value computed on rank 0, on every rank."""
-        if self.world_size == 1:
-            return of_rank_0()
-        import torch.distributed as dist
-
-        box = [of_rank_0() if self.rank == 0 else None]
-        dist.broadcast_object_list(box, src=0)
-        return box[0]
+        return of_rank_0(compute() if self.rank == 0 else None, self.world_size)
 
 
 def parse_answer(choice: dict, num_alternatives: int) -> Answer:

@@ -82,9 +82,7 @@ class Session:
     @property
     def needs_proof(self) -> bool:
         """True after a sync whose arrival must be proven: the first, and every `verify_every`-th (SYNC-16)."""
-        if self.num_syncs == 0:
-            return False
-        return self.num_syncs == 1 or (self.verify_every > 0 and self.num_syncs % self.verify_every == 0)
+        return is_proof_due(self.num_syncs, self.verify_every)
 
     def send(self, tensors: Iterable[Named], version: int, barrier: Callable[[], None]) -> SyncTimes:
         """Make the servers equal to `tensors` under the label `version`; all ranks call it together."""
@@ -173,18 +171,22 @@ class Session:
 
     def _agree(self, failure: str | None) -> None:
         """Raise the failure of rank 0 on every rank, so that none waits for another (SYNC-10)."""
-        if self.world_size > 1:
-            import torch.distributed as dist
-
-            texts = [failure]
-            dist.broadcast_object_list(texts, src=0)
-            failure = texts[0]
+        failure = of_rank_0(failure, self.world_size)
         if failure is not None:
             raise ServerError(failure)
 
 
-def mode_problems(mode: str, config: Any) -> list[str]:
-    """An adapter can be sent only where one is trained."""
-    if mode == "lora" and not config.model.lora.enabled:
-        return ["sync.mode: lora needs model.lora; set model.lora.enabled=true, or sync.mode=merged"]
-    return []
+def of_rank_0(value: Any, world_size: int) -> Any:
+    """Rank 0's value on every rank; collective."""
+    if world_size == 1:
+        return value
+    import torch.distributed as dist
+
+    box = [value]
+    dist.broadcast_object_list(box, src=0)
+    return box[0]
+
+
+def is_proof_due(num_syncs: int, verify_every: int) -> bool:
+    """After the first sync, and after every `verify_every`-th (0 = only the first)."""
+    return num_syncs == 1 or (num_syncs > 0 and verify_every > 0 and num_syncs % verify_every == 0)

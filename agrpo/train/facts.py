@@ -1,4 +1,4 @@
-"""What a rank looks up before it trains: the server's model, a prompt for the proof of arrival, seeds, the compute dtype."""
+"""What a rank looks up before it trains: the server's model, a prompt for the proof of arrival, seeds."""
 
 from __future__ import annotations
 
@@ -33,7 +33,3 @@ def probe_ids(tokenizer: Any) -> list[int]:
     """A fixed short prompt for the proof of arrival."""
     ids = tokenizer("What is 17 + 25? Weights, arrive.", add_special_tokens=False)["input_ids"]
     return list(ids) or [tokenizer.eos_token_id]
-
-
-def compute_dtype(model: Any) -> str:
-    return {"bf16": "bfloat16", "fp16": "float16"}.get(model.precision, model.dtype)

@@ -11,9 +11,9 @@ from agrpo.config import Config
 from agrpo.ledger import AdmissionCredit, Ledger
 from agrpo.model.optim import Updater
 from agrpo.packer.cost import Cost
+from agrpo.serve.flags import trainer_dtype
 from agrpo.sync.control import ServerControl
 from agrpo.sync.proof import Proof
-from agrpo.train.facts import compute_dtype
 from agrpo.train.feeder import Feeder
 from agrpo.train.loop import Trainer
 from agrpo.train.outage import Outage
@@ -46,7 +46,7 @@ def open_trainer(
         model=model_name,
         prompt_ids=probe_ids,
         parity_limit=config.server.parity_limit,
-        trainer_dtype=compute_dtype(config.model),
+        trainer_dtype=trainer_dtype(config.model),
         rank=ranks.rank,
         world_size=ranks.world_size,
     )

@@ -24,9 +24,10 @@ def probe(config: Config, urls: Sequence[str], run_dir: Path) -> list[Row]:
     from agrpo.model.load import load_model, load_tokenizer
     from agrpo.model.shard import open_mesh, shard
     from agrpo.model.weights import full_tensors
+    from agrpo.serve.flags import trainer_dtype
     from agrpo.sync.control import ServerControl
     from agrpo.sync.proof import Proof
-    from agrpo.train.facts import compute_dtype, probe_ids, served_model
+    from agrpo.train.facts import probe_ids, served_model
     from agrpo.train.proof import prove
 
     device = torch.device("cuda" if trainer else "cpu")
@@ -36,7 +37,7 @@ def probe(config: Config, urls: Sequence[str], run_dir: Path) -> list[Row]:
 
     def proof(limit: float | None) -> Proof:
         name, ids = served_model(server)["id"], probe_ids(tokenizer)
-        dtype = compute_dtype(config.model)
+        dtype = trainer_dtype(config.model)
         return Proof(server, model=name, prompt_ids=ids, parity_limit=limit, trainer_dtype=dtype)
 
     rows = []

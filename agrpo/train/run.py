@@ -158,7 +158,6 @@ class TrainRun:
                 self.feeder.trained(self._step)
             if self.trainer.is_sync_due(work.index):
                 self.trainer.send_weights(self.trainer.version + 1)
-                self.progress.version = self.trainer.version
                 if self.ranks.is_first:
                     self.feeder.synced(self.trainer.version)
             self.recorder.step(work.index)

@@ -16,6 +16,7 @@ from agrpo.model.adapter import adapter_config, merged_only_reason, write_adapte
 from agrpo.model.weights import adapter_tensors, full_tensors
 from agrpo.sync.adapter import AdapterNames, AdapterSession, Choice, choose
 from agrpo.sync.control import ServerControl
+from agrpo.sync.session import of_rank_0
 from agrpo.train.ranks import Ranks
 
 _log = logging.getLogger(__name__)
@@ -79,12 +80,7 @@ def _of_first(decide: Callable[[], Choice], ranks: Ranks) -> Choice:
             result = decide()
         except AgrpoError as error:
             result = error
-    if ranks.world_size > 1:
-        import torch.distributed as dist
-
-        box = [result]
-        dist.broadcast_object_list(box, src=0)
-        result = box[0]
+    result = of_rank_0(result, ranks.world_size)
     if isinstance(result, AgrpoError):
         raise result
     return result

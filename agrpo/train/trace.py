@@ -33,10 +33,15 @@ class Trace:
                 "step": step,
                 "task_id": int(row.group_ids[sample]),
                 "rollout_id": int(row.rollout_indices[sample]),
-                "row": zlib.crc32(row.target_ids[places].astype(np.int32).tobytes()),
+                "row": row_digest(row.target_ids[places]),
                 "trainer_logprobs": [round(float(v), 6) for v in logprobs[places]],
             }
             self._file.write(json.dumps(line) + "\n")
+
+
+def row_digest(trained_ids: np.ndarray) -> int:
+    """What tells rows of one rollout apart: the CRC-32 of the trained ids as int32."""
+    return zlib.crc32(trained_ids.astype(np.int32).tobytes())
 
 
 class NoTrace:

@@ -7,10 +7,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import random
 import tempfile
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +16,7 @@ from agrpo import wire
 from agrpo.rollout import RolloutLoop
 from agrpo.sections import Agent
 from tests.fault_proxy import fault_proxy
+from tests.rollout.loop_faults import Faulty, rubbish
 from tests.rollout.loop_harness import TOKENS, G, produce, until
 from tests.stub_server import stub_server
 
@@ -32,23 +31,8 @@ class Steady(RolloutLoop):
         return await super().generate_one(prompt, tools, group_id)
 
 
-class Faulty(Steady):
-    async def setup(self) -> None:
-        self.random = random.Random(5)
-
-    async def generate_one(self, prompt: Any, tools: Any, group_id: int) -> Any:
-        fate = self.random.random()
-        if fate < 0.10:
-            raise ValueError("injected")
-        if fate < 0.15:
-            await asyncio.Event().wait()
-        return await super().generate_one(prompt, tools, group_id)
-
-
-def rubbish() -> Iterator[str | None]:
-    rng = random.Random(7)
-    while True:
-        yield "malformed" if rng.random() < 0.05 / 0.85 else None
+class SteadyFaulty(Faulty, Steady):
+    """The same of those that do not fail."""
 
 
 def good_per_s(url: str, loop_class: type) -> float:
@@ -72,6 +56,6 @@ def run() -> list[dict[str, Any]]:
     with stub_server(tokens=TOKENS, heads=2, bodies=11) as url:
         clean = good_per_s(url, Steady)
         with fault_proxy(url, rubbish()) as proxy:
-            faulty = good_per_s(proxy.url, Faulty)
+            faulty = good_per_s(proxy.url, SteadyFaulty)
     value = round(faulty / (0.8 * clean), 3)
     return [{"bar": "faults", "value": value, "unit": "x", "limit": LIMIT, "ok": value >= LIMIT}]

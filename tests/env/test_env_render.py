@@ -71,16 +71,6 @@ def test_what_is_new_alone_gives_the_ids_of_the_whole(renderer, start, blocks):
         assert growing.is_incremental and np.array_equal(prompt, renderer.ids(growing.messages))
 
 
-def test_a_caller_with_the_whole_history_is_followed(renderer):
-    history = [USER]
-    growing = Growing(renderer, history, renderer.ids(history))
-    for n in range(4):
-        history = [*history, *probe_round(n)]
-        assert np.array_equal(growing.follow(history), renderer.ids(history)) and growing.is_incremental
-    other = [{"role": "user", "content": "Another."}]
-    assert np.array_equal(growing.follow(other), renderer.ids(other))
-
-
 def test_a_template_that_renders_by_position_is_rendered_whole():
     short = TOOL_TEMPLATE.replace("(message.content or '')", "((message.content or '') if loop.revindex < 4 else '-')")
     renderer = Renderer(make_tokenizer(short), {}, SCHEMAS)

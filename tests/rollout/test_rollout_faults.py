@@ -7,9 +7,9 @@ import random
 import threading
 
 from agrpo import wire
-from agrpo.rollout import RolloutLoop
 from agrpo.sections import Agent
 from tests.fault_proxy import ANSWERED, FINAL, fault_proxy
+from tests.rollout.loop_faults import Faulty, rubbish
 from tests.rollout.loop_harness import RAW, TOKENS, G, produce, until
 from tests.stub_server import stub_server
 
@@ -24,13 +24,14 @@ def plan(seed=3):
         yield next(kinds) if rng.random() < 0.2 else None
 
 
+async def until_idle(trainer, loop):
+    # Only groups that were sent hold tokens, so failures make room for others until the limit is full.
+    await until(lambda: loop.admission.num_open_groups == 0 and not loop.admission.may_start(), 60)
+    await asyncio.sleep(3.0)  # the last metrics go out once a second, on a loaded machine a little later
+
+
 def test_every_fifth_answer_is_spoilt_and_the_counters_add_up(tmp_path):
     limit = NUM_GROUPS * G * RAW
-
-    async def until_idle(trainer, loop):
-        # Only groups that were sent hold tokens, so failures make room for others until the limit is full.
-        await until(lambda: loop.admission.num_open_groups == 0 and not loop.admission.may_start(), 60)
-        await asyncio.sleep(3.0)  # the last metrics go out once a second, on a loaded machine a little later
 
     with stub_server(tokens=TOKENS, heads=2, bodies=11) as url, fault_proxy(url, plan()) as proxy:
         trainer = produce(
@@ -70,35 +71,8 @@ def test_every_fifth_answer_is_spoilt_and_the_counters_add_up(tmp_path):
     assert {reason for _, reason in trainer.resolved} <= {"unusable"} and len(trainer.ready) >= NUM_GROUPS
 
 
-class Faulty(RolloutLoop):
-    """One rollout in ten raises, one in twenty never ends."""
-
-    async def setup(self) -> None:
-        self.random, self.num_raised, self.num_hung = random.Random(5), 0, 0
-
-    async def generate_one(self, prompt, tools, group_id):
-        fate = self.random.random()
-        if fate < 0.10:
-            self.num_raised += 1
-            raise ValueError("injected")
-        if fate < 0.15:
-            self.num_hung += 1
-            await asyncio.Event().wait()
-        return await super().generate_one(prompt, tools, group_id)
-
-
-def rubbish(seed=7):
-    rng = random.Random(seed)
-    while True:
-        yield "malformed" if rng.random() < 0.05 / 0.85 else None
-
-
 def test_rollouts_that_raise_hang_or_get_rubbish_are_counted_exactly_and_leave_nothing(tmp_path):
     limit, threads = 60 * G * RAW, set(threading.enumerate())
-
-    async def until_idle(trainer, loop):
-        await until(lambda: loop.admission.num_open_groups == 0 and not loop.admission.may_start(), 60)
-        await asyncio.sleep(3.0)  # the last metrics go out once a second, on a loaded machine a little later
 
     with stub_server(tokens=TOKENS, heads=2, bodies=11) as url, fault_proxy(url, rubbish()) as proxy:
         trainer = produce(

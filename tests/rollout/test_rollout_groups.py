@@ -16,24 +16,11 @@ from agrpo.rollout.judge import Dropped, Judge
 from agrpo.sections import Rollout as Settings
 from agrpo.types import Group, Prompt, Rollout
 from tests.rollout.loop_harness import TOKENS, G, Words, done, produce
-from tests.stub_server import control, stub_server
 
 NAMES = (
     "group/target_slot_count", "group/usable_slot_count", "group/trainable_slot_count", "group/fully_masked_group",
     "group/singleton_slot_group", "group/pre_filter_usable_slot_yield", "group/pre_filter_trainable_slot_yield",
 )  # fmt: skip
-
-
-@pytest.fixture(scope="module")
-def server():
-    with stub_server(tokens=TOKENS, heads=2, bodies=11) as url:
-        yield url
-
-
-@pytest.fixture
-def url(server):
-    control(server, faults=[], delay_s=0.0, num_requests=0, max_in_flight=0, seen=[], metrics=None)
-    return server
 
 
 @pytest.mark.parametrize(

@@ -20,20 +20,7 @@ from agrpo.sections import Rollout as Settings
 from agrpo.types import Group, Prompt
 from tests.rollout import loop_samples as samples
 from tests.rollout.loop_harness import PROMPT_TOKENS, TOKENS, G, Prompts, done, produce, until
-from tests.stub_server import control, report, stub_server
-
-
-@pytest.fixture(scope="module")
-def server():
-    with stub_server(tokens=TOKENS, heads=2, bodies=11) as url:
-        yield url
-
-
-@pytest.fixture
-def url(server):
-    control(server, faults=[], delay_s=0.0, num_requests=0, max_in_flight=0, seen=[], metrics=None)
-    yield server
-    control(server, faults=[])
+from tests.stub_server import control, report
 
 
 def solved(rows):

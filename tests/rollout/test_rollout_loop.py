@@ -9,20 +9,7 @@ from agrpo import wire
 from agrpo.errors import ContractError, ServerError, StallError
 from agrpo.eval import Evaluation
 from tests.rollout.loop_harness import PROMPT_TOKENS, RAW, TOKENS, G, Prompts, done, produce, until
-from tests.stub_server import control, report, stub_server
-
-
-@pytest.fixture(scope="module")
-def server():
-    with stub_server(tokens=TOKENS, heads=2, bodies=11) as url:
-        yield url
-
-
-@pytest.fixture
-def url(server):
-    control(server, faults=[], delay_s=0.0, num_requests=0, max_in_flight=0, seen=[], metrics=None)
-    yield server
-    control(server, faults=[])
+from tests.stub_server import control, report
 
 
 def test_groups_arrive_whole_with_advantages_and_versions(url, tmp_path):

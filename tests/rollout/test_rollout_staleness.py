@@ -64,8 +64,8 @@ def play(url, player, then, max_staleness=1, by_group=False, group_version=1, on
             slots = Slots(player, client, places, Failures(0.5, 256), on_error, window, by_group)
             start = (lambda: group_version) if trained else None
             rollout = asyncio.create_task(slots.play(PROMPT, 0, 0, None, None, None, start))
-            await then(slots, policy)
-            async with asyncio.timeout(10):
+            async with asyncio.timeout(20):
+                await then(slots, policy)
                 result = await rollout
             assert not slots.in_flight and places.cap.num_in_flight == 0
             return result

@@ -41,11 +41,3 @@ def test_nccl_without_a_gpu_is_refused_with_what_works():
         "sync=nccl needs a GPU, none is visible; use sync=gloo or sync=disk"
     ]
     assert Nccl().problems(types.SimpleNamespace(devices=(0, 1), model=model)) == []
-
-
-def test_adapter_mode_needs_an_adapter():
-    config = types.SimpleNamespace(model=types.SimpleNamespace(lora=types.SimpleNamespace(enabled=False)))
-    for component in (Gloo(mode="lora"), Disk(mode="lora")):
-        assert component.problems(config) == [
-            "sync.mode: lora needs model.lora; set model.lora.enabled=true, or sync.mode=merged"
-        ]

@@ -75,12 +75,7 @@ def _digest(value: Any) -> str:
 
 def check_sampling(body: Mapping[str, Any], sampler: Any) -> None:
     """Refused where a sampling setting of the request differs from the run's."""
-    own = {
-        "temperature": sampler.temperature,
-        "top_p": sampler.top_p,
-        "top_k": sampler.top_k,
-        "min_p": sampler.min_p or 0,
-    }
+    own = sampler.distribution
     for name, value in {**own, **NEUTRAL}.items():
         asked = body.get(name)
         if asked is None or (name == "top_k" and asked in (-1, 0) and not value):
@@ -94,9 +89,9 @@ def check_sampling(body: Mapping[str, Any], sampler: Any) -> None:
             )
 
 
-def check_names(body: Mapping[str, Any], used: frozenset[str], ignored: frozenset[str], sampling: bool = True) -> None:
+def check_names(body: Mapping[str, Any], used: frozenset[str], ignored: frozenset[str]) -> None:
     """Refused for a parameter that would change the answer and is not supported; the harmless ones are named once."""
-    known = used | ignored | ({"temperature", "top_p", "top_k", "min_p", *NEUTRAL} if sampling else set())
+    known = used | ignored | {"temperature", "top_p", "top_k", "min_p", *NEUTRAL}
     for name, value in body.items():
         if name not in known and value not in (None, [], {}):
             raise Refused(f"{name} is not supported; leave it out.", name)
