@@ -1,4 +1,5 @@
-"""The producing loop with its real parts: a server process, the wire's two ends, the real advantage; rewards are scripted."""
+"""The producing loop with its real parts: a server process, the wire's two ends, the real advantage; rewards are scripted
+unless reward functions are named."""
 
 import asyncio
 import dataclasses
@@ -19,6 +20,7 @@ from agrpo.rollout.loop import Loop, Policy
 from agrpo.rollout.play import Slots
 from agrpo.rollout.server_watch import ServerWatch
 from agrpo.sampler.vllm import Vllm
+from agrpo.scorer.functions import Functions
 from agrpo.sections import Rollout as Settings
 from agrpo.sections import Run
 from agrpo.types import Prompt, ReadyGroup
@@ -117,6 +119,7 @@ def produce(
     takes=True,
     reward=lambda group, slot: float(slot),
     score_s=0.0,
+    functions=None,
     cap=64,
     queue_size=16,
     max_concurrent_groups=8,
@@ -155,7 +158,8 @@ def produce(
             trainer.custom, player = custom.loop, custom.player(player)
             await custom.setup(start.loop_state)
         failures = Failures(section.max_failure_frac, section.failure_window)
-        scorer = Scripted(reward, score_s)
+        live = None if functions is None else await Functions(functions=functions).open(None)
+        scorer = live or Scripted(reward, score_s)
         loop = Loop(
             settings=section,
             prompts=prompts or Prompts(),
@@ -199,6 +203,8 @@ def produce(
             work.cancel()
             if custom is not None:
                 await custom.close()
+            if live is not None:
+                await live.close()
             await client.close()
             await link.close()  # first: the listener reads until its other end has closed
             trainer.listener.close()
