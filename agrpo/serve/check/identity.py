@@ -51,6 +51,8 @@ def development_mode(look: Look) -> Row:
     missing = [name for name, path in paths.items() if not look.offers(path)]
     if not missing:
         return look.ok("development mode", "on")
+    if any(look.answers[path].error for path in paths.values() if path in look.answers):
+        return look.skip("development mode", f"{' and '.join(missing)} gave no answer in time")
     fix = look.command.words("VLLM_SERVER_DEV_MODE")
     if sends_adapters(look.config):  # LORA-8
         return look.warn("development mode", f"off: {' and '.join(missing)} missing, so only adapters can be sent", fix)
