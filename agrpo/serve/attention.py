@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 
 from agrpo.serve.cache import Pool
+from agrpo.serve.linear import StateSpan
 
 NAME = "agrpo_slots"
 
@@ -43,6 +44,7 @@ class StepLayout:
     segments: list[tuple[int, int]]  # half-open token ranges of new prompts
     reads: list[PoolRead]
     writes: list[PoolWrite]
+    states: list[StateSpan]  # together every token once, for layers that keep a state per request
 
 
 def register() -> None:

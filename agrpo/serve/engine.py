@@ -232,6 +232,7 @@ class Engine:
         """Take requests off the cache; their contexts are computed again, before anything that waits."""
         for request in sorted(requests, key=lambda r: -r.order):
             self.runner.cache.release(request)
+            request.states.clear()
             self._waiting.appendleft(request)
         self.num_preemptions += len(requests)
 

@@ -66,6 +66,8 @@ def _scale(config: dict, module: str) -> float:
 def _pair(
     module: str, pair: dict[str, torch.Tensor], layer: torch.nn.Module | None, scale: float, path: str
 ) -> tuple[torch.Tensor, torch.Tensor]:
+    if ".linear_attn." in module:
+        raise ValueError(f"adapter in {path} targets {module}, and the embedded server runs no adapter there")
     if not isinstance(layer, torch.nn.Linear):
         raise ValueError(f"adapter in {path} targets {module}, which is not a linear layer of the model")
     if set(pair) != {"A", "B"}:

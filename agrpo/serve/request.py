@@ -40,6 +40,7 @@ class Request:
     order: int = field(default_factory=_order.__next__)  # of arrival
     pool: Pool | None = None
     slot: int = -1
+    states: dict[int, tuple] = field(default_factory=dict)  # layer -> what a linear layer remembers of the context
 
     @property
     def length(self) -> int:

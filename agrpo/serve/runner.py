@@ -10,9 +10,10 @@ import numpy as np
 import torch
 
 from agrpo.errors import ConfigError
-from agrpo.serve import attention
+from agrpo.serve import attention, linear
 from agrpo.serve.attention import PoolRead, PoolWrite, StepLayout
 from agrpo.serve.cache import Cache, Pool
+from agrpo.serve.linear import StateSpan
 from agrpo.serve.lora import AdapterLayer
 from agrpo.serve.request import Request
 
@@ -21,25 +22,33 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-_LAYER_TYPES = {"full_attention", "sliding_attention"}
+_LAYER_TYPES = {"full_attention", "sliding_attention", linear.KIND}
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
 _CPU_MEMORY_FRACTION = 0.25  # of free memory, for keys and values; the trainer runs beside the server
 _CUDA_MEMORY_FRACTION = 0.8
 
 
 def load_model(path: str, dtype: str | None, device: torch.device, **kwargs: object) -> torch.nn.Module:
-    """Load a causal language model for serving; ConfigError if it does not load, or its layers are not plain attention."""
-    from transformers import AutoConfig, AutoModelForCausalLM
+    """Load a language model, or a vision-language one for text; ConfigError if it does not load, or cannot be served."""
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
+    from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES as IMAGES
 
     attention.register()
     try:
         config = AutoConfig.from_pretrained(path, **kwargs)
-        _check_layers(config, path)
-        model = AutoModelForCausalLM.from_pretrained(
+        _check_layers(config.get_text_config(), path)
+        sees = (config.architectures or [""])[0] in IMAGES.values()
+        model = (AutoModelForImageTextToText if sees else AutoModelForCausalLM).from_pretrained(
             path, dtype=dtype or "auto", attn_implementation=attention.NAME, **kwargs
         )
     except (OSError, ValueError) as error:
         raise ConfigError(f"model.path: the server cannot load {path}: {str(error).strip().splitlines()[0]}") from error
+    kinds = list(getattr(config.get_text_config(), "layer_types", None) or [])
+    if len(linear.linear_layers(model)) != kinds.count(linear.KIND):
+        raise ConfigError(
+            f"server: the embedded server cannot run {linear.KIND} layers of {config.model_type} ({path}); use server=vllm"
+        )
+    linear.bind(model)
     return model.to(device).eval().requires_grad_(False)
 
 
@@ -56,7 +65,7 @@ class Runner:
 
     def __init__(self, model: torch.nn.Module, max_length: int, max_num_seqs: int, kv_cache_tokens: int | None):
         self.model, self.device, self.dtype = model, model.device, model.dtype
-        config = model.config
+        config = model.config.get_text_config()
         heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
         head_size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
         shape = (config.num_hidden_layers, heads, head_size)
@@ -79,7 +88,7 @@ class Runner:
         """
         fresh = {id(r) for siblings in new for r in siblings}
         tokens, positions, owners, last = [], [], [], []
-        segments, writes, spans = [], {}, []
+        segments, writes, spans, states = [], {}, [], []
         for siblings in new:
             context = siblings[0].prompt_ids + siblings[0].output_ids
             start = len(tokens)
@@ -89,6 +98,7 @@ class Runner:
             last += [len(tokens) - 1] * len(siblings)
             owners += siblings
             spans.append((start, len(tokens), siblings[0].adapter))
+            states.append(StateSpan(start, len(tokens), siblings, is_new=True))
             for request in siblings:
                 writes.setdefault(id(request.pool), (request.pool, []))[1].append((request, start, len(context)))
         reads, pool_writes = [], [self._write_prompts(pool, items) for pool, items in writes.values()]
@@ -102,9 +112,10 @@ class Runner:
             last += range(start, len(tokens))
             owners += running
             spans += [(start + i, start + i + 1, r.adapter) for i, r in enumerate(running) if r.adapter]
+            states.append(StateSpan(start, len(tokens), running, is_new=False))
             reads.append(self._read(pool, start, lengths))
             pool_writes.append(self._write_running(pool, start, lengths))
-        layout = StepLayout(segments, reads, pool_writes)
+        layout = StepLayout(segments, reads, pool_writes, states)
         self.adapters.select(spans, len(tokens))
         return owners, self._logits(tokens, positions, last, layout)
 
@@ -172,7 +183,7 @@ def load_tokenizer(path: str, **kwargs: object):
 def stop_ids(model: torch.nn.Module, tokenizer) -> frozenset[int]:
     """Every id that ends a turn: the generation config's and the tokenizer's (GEN-10)."""
     generation = getattr(model, "generation_config", None)
-    ids = generation.eos_token_id if generation is not None else model.config.eos_token_id
+    ids = generation.eos_token_id if generation is not None else model.config.get_text_config().eos_token_id
     ids = [] if ids is None else [ids] if isinstance(ids, int) else list(ids)
     if tokenizer is not None and tokenizer.eos_token_id is not None:
         ids.append(tokenizer.eos_token_id)
@@ -181,7 +192,7 @@ def stop_ids(model: torch.nn.Module, tokenizer) -> frozenset[int]:
 
 def max_length(model: torch.nn.Module, limit: int | None) -> int:
     """Longest context: `limit`, or what the model was made for, at most 4096."""
-    longest = getattr(model.config, "max_position_embeddings", None) or 4096
+    longest = getattr(model.config.get_text_config(), "max_position_embeddings", None) or 4096
     if limit is not None and limit > longest:
         raise ConfigError(
             f"server.max_model_len must be at most {longest}, the model's max_position_embeddings, got {limit}"

@@ -106,7 +106,7 @@ def open_service(
     length = max_length(model, settings.max_model_len)
     runner = Runner(model, length, settings.max_num_seqs, settings.kv_cache_tokens)
     engine = Engine(runner, Weights(model, receiver), settings.max_num_seqs, beat)
-    limits = Limits(length, settings.max_logprobs, model.config.vocab_size, stop_ids(model, tokenizer))
+    limits = Limits(length, settings.max_logprobs, model.config.get_text_config().vocab_size, stop_ids(model, tokenizer))
     log.info(
         "serving %s in %s on %s: context %d, %d cache tokens",
         model_path,

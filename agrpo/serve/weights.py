@@ -23,9 +23,7 @@ class Weights:
     """The parameters by checkpoint name, and how far a transfer has come."""
 
     def __init__(self, model: torch.nn.Module, receiver: str | None):
-        # Tied parameters appear under each of their names; persistent buffers belong to a checkpoint too.
-        state = model.state_dict(keep_vars=True)
-        self._tensors: dict[str, torch.Tensor] = dict(state)
+        self._tensors = checkpoint_tensors(model)
         self._device = model.device
         self._receiver_path, self._receiver = receiver, None
         self._phase = "idle"  # idle, started, received, failed
@@ -129,6 +127,39 @@ class Weights:
                 count += 1
                 progress()
         return count
+
+
+def checkpoint_tensors(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """The model's memory under the names of its checkpoint: writing to a tensor changes the model.
+
+    transformers fuses some tensors on loading, the experts of a mixture for one; each of those is a view of the whole.
+    """
+    from transformers.core_model_loading import revert_weight_conversion
+
+    found = {}
+    # Tied parameters appear under each of their names; persistent buffers belong to a checkpoint too.
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        meta = torch.empty(tensor.shape, device="meta")
+        if list(revert_weight_conversion(model, {name: meta})) == [name]:
+            found[name] = tensor
+            continue
+        places = torch.arange(tensor.numel()).view(tensor.shape)
+        for own, part in revert_weight_conversion(model, {name: places}).items():
+            found[own] = _view(tensor.detach(), part, own)
+    return found
+
+
+def _view(tensor: torch.Tensor, places: torch.Tensor, name: str) -> torch.Tensor:
+    """The view of a contiguous tensor whose elements lie at these flat `places`."""
+    first = places[(0,) * places.ndim]
+    steps = [
+        int(places.select(dim, 1)[(0,) * (places.ndim - 1)] - first) if n > 1 else 0
+        for dim, n in enumerate(places.shape)
+    ]
+    flat = torch.arange(tensor.numel())
+    if not torch.equal(flat.as_strided(places.shape, steps, int(first)), places):
+        raise WeightError(f"the embedded server cannot receive {name}: its memory is not a view; use server=vllm")
+    return tensor.as_strided(places.shape, steps, int(first))
 
 
 def _tensor_files(folder: str) -> list[Path]:

@@ -20,15 +20,16 @@ def folders(tmp_path_factory):
 @pytest.fixture(scope="session")
 def plain(folders):
     """plain(name, token_ids) -> [L, V] float32 logits of an ordinary forward."""
-    from transformers import AutoModelForCausalLM
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
     models = {}
 
     def forward(name: str, token_ids: list[int]) -> torch.Tensor:
         if name not in models:
-            models[name] = AutoModelForCausalLM.from_pretrained(
-                folders.get(name, name), attn_implementation="eager"
-            ).eval()
+            folder = folders.get(name, name)
+            sees = hasattr(AutoConfig.from_pretrained(folder), "vision_config")
+            kind = AutoModelForImageTextToText if sees else AutoModelForCausalLM
+            models[name] = kind.from_pretrained(folder, attn_implementation="eager").eval()
         with torch.no_grad():
             return models[name](torch.tensor([token_ids])).logits[0]
 

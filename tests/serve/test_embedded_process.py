@@ -109,8 +109,8 @@ def test_a_model_with_other_layers_is_refused(tmp_path):
 
     (tmp_path / "config.json").write_text(
         json.dumps(
-            {"model_type": "qwen3_next", "num_hidden_layers": 2, "layer_types": ["linear_attention", "full_attention"]}
+            {"model_type": "llama4_text", "num_hidden_layers": 2, "layer_types": ["chunked_attention", "full_attention"]}
         )
     )
-    with pytest.raises(ConfigError, match="linear_attention.*server=vllm"), EmbeddedServer(tmp_path):
+    with pytest.raises(ConfigError, match="chunked_attention.*server=vllm"), EmbeddedServer(tmp_path):
         pass
