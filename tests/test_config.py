@@ -184,7 +184,6 @@ def test_all_faults_are_reported_together():
         (["model=lora", "sync.mode=lora", "model.lora.options={use_dora: true}"], ["use_dora", "sync.mode=merged"]),
         (["model=lora", "server=embedded", "server.max_loras=5"], ["server.max_loras", "6"]),
         (["model=lora", "server=embedded", "server.max_lora_rank=8"], ["server.max_lora_rank", "32"]),
-        (["model.router_aux_loss_coef=0.1"], ["model.router_aux_loss_coef"]),
         (["optimizer.target_modules=[mlp]"], ["optimizer.target_modules", "null"]),
         (["optimizer.lr_scheduler_type=math.sqrt"], ["optimizer.lr_scheduler_type", "import path"]),
         (["logger.num_completions_to_print=3"], ["logger.num_completions_to_print", "completions.jsonl"]),

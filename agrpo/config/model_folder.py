@@ -63,8 +63,7 @@ def _architecture_problems(model: Model, config: dict[str, Any]) -> Iterator[str
         yield "model.path: Gated DeltaNet layers need transformers 5.15.0 or newer; run: pip install -U transformers"
     if text.get("model_type") == "gpt_oss":
         yield "model.path: models with attention sinks are not supported"  # COMPAT-10
-    experts = any(text.get(k) for k in ("num_experts", "num_local_experts", "n_routed_experts"))
-    if model.router_aux_loss_coef is not None and not experts:
+    if model.router_aux_loss_coef is not None and not _num_experts(text):
         yield "model.router_aux_loss_coef is for mixture-of-experts models; this one is dense: leave it null"
 
 
@@ -88,7 +87,7 @@ def shape_of(path: str) -> Shape | None:
     """The model's shape from its config.json, else its size from a name such as Qwen3.5-2B, else None."""
     config = read_config(path)
     if config is not None:
-        return _shape(config.get("text_config") or config)
+        return _shape({**config, **(config.get("text_config") or {})})
     match = re.findall(
         r"(?<![\w.])(\d+(?:\.\d+)?)([BMbm])(?![A-Za-z])", Path(path).name.replace("-", " ").replace("_", " ")
     )
@@ -106,12 +105,34 @@ def _shape(text: dict[str, Any]) -> Shape:
     kv_heads = int(text.get("num_key_value_heads") or heads)
     vocab = int(text["vocab_size"])
     attention = hidden * head_dim * (2 * heads + 2 * kv_heads)
-    experts = next((int(text[k]) for k in ("num_experts", "num_local_experts", "n_routed_experts") if text.get(k)), 0)
-    width = int(text.get("moe_intermediate_size") or 0) if experts else 0
-    mlp = 3 * hidden * (width * experts if experts and width else int(text.get("intermediate_size") or 4 * hidden))
+    kinds = list(text.get("layer_types") or [])
+    num_linear, linear = kinds.count("linear_attention"), 0
+    if num_linear:
+        attention += hidden * head_dim * heads  # the output gate of the hybrids' attention
+        linear = _linear_layer(text, hidden)
+    experts, width = _num_experts(text), int(text.get("moe_intermediate_size") or 0)
+    mlp = 3 * hidden * int(text.get("intermediate_size") or 4 * hidden)
+    if experts and width:
+        mlp = 3 * hidden * (width * experts + int(text.get("shared_expert_intermediate_size") or 0)) + hidden * experts
     embeddings = vocab * hidden * (1 if text.get("tie_word_embeddings", False) else 2)
-    total = embeddings + layers * (attention + mlp + 2 * hidden) + hidden
+    total = embeddings + layers * (mlp + 2 * hidden) + hidden
+    total += (layers - num_linear) * attention + num_linear * linear
     return Shape(total, hidden, layers, vocab, int(text.get("max_position_embeddings") or 0), "config.json")
+
+
+def _num_experts(text: dict[str, Any]) -> int:
+    """0 for a dense model."""
+    names = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+    return next((int(text[name]) for name in names if text.get(name)), 0)
+
+
+def _linear_layer(text: dict[str, Any], hidden: int) -> int:
+    """Weights of a Gated DeltaNet layer: projections of query, key, value, gate, rate and step, convolution, output."""
+    heads, key_heads = int(text.get("linear_num_value_heads") or 32), int(text.get("linear_num_key_heads") or 16)
+    keys = key_heads * int(text.get("linear_key_head_dim") or 128)
+    values = heads * int(text.get("linear_value_head_dim") or 128)
+    mixed = 2 * keys + values
+    return hidden * (mixed + 2 * values + 2 * heads) + mixed * int(text.get("linear_conv_kernel_dim") or 4)
 
 
 def _version(package: str) -> tuple[int, ...]:

@@ -231,8 +231,6 @@ def _without_effect(config: Config) -> Iterator[str]:
     checkpoint, model, optimizer = config.checkpoint, config.model, config.optimizer
     if checkpoint.hub.push != "no":
         yield "checkpoint.hub.push is not used by this version; leave it no, and upload the folder model of a finished run"
-    if model.router_aux_loss_coef:
-        yield "model.router_aux_loss_coef is not used by this version, which adds no auxiliary loss; leave it null, or 0"
     if model.attention_backend not in ("auto", "sdpa"):
         yield f"model.attention_backend={model.attention_backend} is not used by this version; leave it auto"
     if optimizer.target_modules is not None:

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import logging
+import sys
 from typing import Any
 
 import torch
 import transformers
 
 from agrpo.errors import ConfigError
-from agrpo.model import attention
+from agrpo.model import attention, delta, moe
 from agrpo.model.adapter import add_adapter, first_line
 from agrpo.model.terms import bind
 from agrpo.model.weights import text_parameters
 
-LAYER_TYPES = ("full_attention", "sliding_attention")
+LAYER_TYPES = ("full_attention", "sliding_attention", delta.KIND)
 OLDEST_TRANSFORMERS = (5, 2, 0)
 _log = logging.getLogger(__name__)
 
@@ -46,6 +47,7 @@ def load_model(section: Any, device: torch.device | str) -> torch.nn.Module:
 
 def prepare(model: torch.nn.Module, section: Any) -> torch.nn.Module:
     """Training mode without dropout, frozen outside the text model or the adapter, activations recomputed (MODEL-6, 7)."""
+    delta.bind(model)
     model.train()
     for module in model.modules():
         if isinstance(module, torch.nn.Dropout):
@@ -53,6 +55,7 @@ def prepare(model: torch.nn.Module, section: Any) -> torch.nn.Module:
     inside = text_parameters(model)
     for parameter in model.parameters():
         parameter.requires_grad_(id(parameter) in inside)
+    moe.attach(model, section)
     if section.lora.enabled:
         add_adapter(model, section)
     if section.gradient_checkpointing:
@@ -107,10 +110,6 @@ def refuse_config(config: Any) -> None:
     """Raises ConfigError for layers that cannot be trained exactly (COMPAT-11)."""
     text = config.get_text_config()
     kinds = set(getattr(text, "layer_types", None) or ())
-    if any((getattr(text, key, None) or 0) > 1 for key in ("num_experts", "num_local_experts", "n_routed_experts")):
-        raise ConfigError(
-            f"model.path: {config.model_type} is a mixture of experts, whose auxiliary loss this version does not compute"
-        )
     for kind in sorted(kinds - set(LAYER_TYPES)):
         allowed = ", ".join(LAYER_TYPES)
         raise ConfigError(
@@ -123,7 +122,9 @@ def refuse_model(model: torch.nn.Module) -> None:
     decoder = model.get_decoder()
     if any(name.rsplit(".", 1)[-1] in ("sinks", "sink") for name, _ in decoder.named_parameters()):
         raise ConfigError(f"model.path: {type(model).__name__} has attention sinks, which tree attention lacks")
-    if not decoder._supports_attention_backend:
+    # Some families use the interface without saying so, Qwen3-Next and Qwen3.5 among them.
+    uses_interface = hasattr(sys.modules[type(decoder).__module__], "ALL_ATTENTION_FUNCTIONS")
+    if not (decoder._supports_attention_backend or uses_interface):
         raise ConfigError(f"model.path: {type(model).__name__} does not support attention back ends of transformers")
 
 

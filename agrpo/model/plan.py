@@ -11,10 +11,12 @@ Each query's rectangles are joined exactly by their log-sum-exp. A sliding windo
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
 
+T = TypeVar("T")
 _QUERY_CHUNK = 256  # queries per masked rectangle, bounds its mask to chunk x (window + chunk)
 _BUCKET_LIMIT = 256  # longer segments run alone: batching them gains nothing and would copy them
 _BUCKET_SLACK = 16  # tokens of padding a segment may get to join a batch
@@ -48,6 +50,7 @@ class TreePlan:
     depth_starts: np.ndarray  # [S] int64, depth of each segment's first token
     subtree_ends: np.ndarray  # [S] int64, end of the last descendant
     _blocks: dict[int | None, Blocks] = field(default_factory=dict)
+    _derived: dict[type, Any] = field(default_factory=dict)
 
     @staticmethod
     def of(starts: np.ndarray, ends: np.ndarray, parents: np.ndarray, depths: torch.Tensor) -> TreePlan:
@@ -61,6 +64,12 @@ class TreePlan:
             if parents[s] >= 0:
                 subtree_ends[parents[s]] = max(subtree_ends[parents[s]], subtree_ends[s])
         return TreePlan(starts, ends, parents, depths, depth_starts, subtree_ends)
+
+    def derived(self, kind: type[T]) -> T:
+        """What layers of another sort need of the row: `kind.of(self)`, made on first use and kept."""
+        if kind not in self._derived:
+            self._derived[kind] = kind.of(self)
+        return self._derived[kind]
 
     def blocks(self, window: int | None) -> Blocks:
         """The rectangles under a sliding window of `window` keys, the query's own included; None = no window."""

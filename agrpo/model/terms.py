@@ -8,6 +8,7 @@ import numpy as np
 import torch
 
 from agrpo.model.head import Kept, Scaling, head_terms
+from agrpo.model.moe import balance_of
 from agrpo.model.plan import TreePlan
 from agrpo.types import Row
 
@@ -79,6 +80,7 @@ class TokenTerms:
     sample_index: torch.Tensor  # [M] index into the row's samples
     versions: torch.Tensor  # [M]
     candidate_counts: torch.Tensor | None  # [M] size of the candidate set, None without truncation
+    aux_loss: torch.Tensor | None = None  # scalar with gradient, before its coefficient; None without experts or gradient
 
 
 def token_terms(model: torch.nn.Module, row: DeviceRow, temperature: float, want_head: bool) -> TokenTerms:
@@ -89,7 +91,7 @@ def token_terms(model: torch.nn.Module, row: DeviceRow, temperature: float, want
     if forward is None:
         bind(model, None)
         forward = getattr(model, METHOD)
-    trainer_logprobs, head_trainer_logprobs, entropy = forward(row, head_ids, temperature)
+    (trainer_logprobs, head_trainer_logprobs, entropy), aux_loss = forward(row, head_ids, temperature)
     return TokenTerms(
         trainer_logprobs=trainer_logprobs,
         sampler_logprobs=row.sampler_logprobs,
@@ -101,6 +103,7 @@ def token_terms(model: torch.nn.Module, row: DeviceRow, temperature: float, want
         sample_index=row.sample_index,
         versions=row.versions,
         candidate_counts=row.candidate_counts,
+        aux_loss=aux_loss,
     )
 
 
@@ -143,17 +146,23 @@ def bind(model: torch.nn.Module, autocast: torch.dtype | None) -> None:
     """Give the model its method `forward_terms`; `autocast` is the compute dtype where FSDP2 sets none (MODEL-4)."""
 
     def forward_terms(row: DeviceRow, head_ids: torch.Tensor, temperature: float):
+        balance = balance_of(model) if torch.is_grad_enabled() else None
+        routed = {} if balance is None else {"output_router_logits": True}
         with torch.autocast(row.token_ids.device.type, dtype=autocast, enabled=autocast is not None):
-            states = model.get_decoder()(
+            outputs = model.get_decoder()(
                 input_ids=row.token_ids[None],
                 position_ids=row.position_ids[None],
                 use_cache=False,
                 tree_plan=row.plan,
-            ).last_hidden_state[0]
-        hidden, head = states.index_select(0, row.predicting_index), model.get_output_embeddings()
+                **routed,
+            )
+        aux_loss = None if balance is None else balance.of(outputs.router_logits)
+        states, head = outputs.last_hidden_state[0], model.get_output_embeddings()
+        hidden = states.index_select(0, row.predicting_index)
         dtype = autocast or head.weight.dtype
         bias = None if head.bias is None else head.bias.to(dtype)
         scaling = Scaling.of(model, temperature)
-        return head_terms(hidden.to(dtype), head.weight.to(dtype), bias, row.target_ids, head_ids, scaling, row.kept)
+        terms = head_terms(hidden.to(dtype), head.weight.to(dtype), bias, row.target_ids, head_ids, scaling, row.kept)
+        return terms, aux_loss
 
     setattr(model, METHOD, forward_terms)

@@ -35,6 +35,7 @@ class LossFigures:
 
     def _reset(self) -> None:
         self._loss = torch.zeros((), device=self._device)
+        self._aux = torch.zeros(2, device=self._device, dtype=torch.float64)  # sum over rows, and how many had one
         self._count = torch.zeros((), device=self._device, dtype=torch.float64)
         self._sums = torch.zeros(len(_SUMS), device=self._device, dtype=torch.float64)
         self._maxes = torch.full((len(_MAXES),), -torch.inf, device=self._device)
@@ -44,6 +45,8 @@ class LossFigures:
     def add(self, loss, terms, value: torch.Tensor) -> None:
         """One microbatch: its terms, and its share `value` of the step's loss."""
         self._loss += value.detach()
+        if terms.aux_loss is not None:
+            self._aux += torch.stack([terms.aux_loss.detach().double(), torch.ones_like(self._aux[0])])
         num_terms = terms.trainer_logprobs.shape[0]
         if num_terms == 0:
             return
@@ -61,13 +64,15 @@ class LossFigures:
 
     def record(self, window: Window, num_steps: int) -> None:
         """Add everything to `window` and start again; collective."""
-        sums = torch.cat([self._loss.double()[None], self._count[None], self._sums])
+        sums = torch.cat([self._loss.double()[None], self._aux, self._count[None], self._sums])
         if dist.is_initialized():
             dist.all_reduce(sums)
             dist.all_reduce(self._maxes, dist.ReduceOp.MAX)
             dist.all_reduce(self._mins, dist.ReduceOp.MIN)
-        loss, count, *totals = sums.tolist()
+        loss, aux, num_aux, count, *totals = sums.tolist()
         window.add("loss", loss, num_steps)
+        if num_aux:
+            window.add("aux_loss", aux, num_aux)
         if count:
             for name, total in zip(_SUMS.values(), totals, strict=True):
                 window.add(name, total, count)

@@ -11,6 +11,7 @@ import torch
 
 from agrpo.errors import AgrpoError, ServerError
 from agrpo.metrics.window import Window
+from agrpo.model.moe import balance_of
 from agrpo.model.optim import Updater
 from agrpo.model.terms import DeviceRow, token_terms
 from agrpo.train.figures import LossFigures
@@ -86,7 +87,7 @@ class Trainer:
         for row, denominator in zip(work.rows, work.denominators, strict=True):
             self.forward_timer.start()
             terms = token_terms(self.model, DeviceRow.of(row, self.ranks.device), self.temperature, self.loss.wants_head)
-            value = self.loss(terms).sum() / denominator
+            value = self.loss(terms).sum() / denominator + self._balance(terms, len(work.rows))
             self.forward_timer.stop()
             self.updater.backward(value)
             self.figures.add(self.loss, terms, value)
@@ -100,6 +101,12 @@ class Trainer:
         self._check(update, work.index)
         self.window.add("grad_norm", update.grad_norm)
         self.window.add("learning_rate", update.learning_rate)
+
+    def _balance(self, terms: Any, num_microbatches: int) -> torch.Tensor | float:
+        """The row's share of the auxiliary loss, so that gradients summed over the step's rows are of its mean (LOSS-21)."""
+        if terms.aux_loss is None:
+            return 0.0
+        return balance_of(self.model).coefficient / (num_microbatches * self.ranks.world_size) * terms.aux_loss
 
     def _check(self, update: Any, step_index: int) -> None:
         """An update that could not be applied is said; several in a row end the run, whose weights no longer change."""

@@ -6,7 +6,7 @@ import numpy as np
 import torch
 import transformers as hf
 
-from agrpo.model import attention
+from agrpo.model import attention, delta
 from agrpo.packer.cost import Cost
 from agrpo.packer.sequence import Sequence
 from agrpo.packer.tree import Tree
@@ -18,6 +18,12 @@ _SHAPE = dict(
     num_key_value_heads=2, head_dim=6, pad_token_id=0, bos_token_id=1, eos_token_id=2, initializer_range=0.2,
 )  # fmt: skip
 _LAYERS = ["sliding_attention", "full_attention", "sliding_attention"]
+# Half the width of the other families' weights: on hundreds of tokens the float32 rounding of transformers' own
+# recurrence would otherwise exceed the tolerance.
+_DELTA = {"initializer_range": 0.1, "head_dim": 8, "linear_conv_kernel_dim": 4, "linear_key_head_dim": 5, "linear_value_head_dim": 7,
+          "linear_num_key_heads": 2, "linear_num_value_heads": 4,
+          "layer_types": ["linear_attention", "full_attention", "linear_attention"]}  # fmt: skip
+_EXPERTS = {"num_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "router_aux_loss_coef": 0.1}
 FAMILIES = {
     "qwen3": (hf.Qwen3Config, {}),
     "llama": (hf.LlamaConfig, {"tie_word_embeddings": True}),
@@ -27,6 +33,10 @@ FAMILIES = {
     "gemma3": (hf.Gemma3TextConfig, {"sliding_window": 3, "query_pre_attn_scalar": 6, "layer_types": _LAYERS}),
     "cohere": (hf.CohereConfig, {"logit_scale": 0.25}),
     "granite": (hf.GraniteConfig, {"logits_scaling": 3.0}),
+    "qwen3_5": (hf.Qwen3_5TextConfig, {**_DELTA, "rope_parameters": {
+        "rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5, "mrope_section": [1, 1, 0]}}),
+    "qwen3_next": (hf.Qwen3NextConfig, {**_DELTA, **_EXPERTS, "shared_expert_intermediate_size": 16}),
+    "qwen3_moe": (hf.Qwen3MoeConfig, _EXPERTS),
 }  # fmt: skip
 
 
@@ -38,7 +48,10 @@ def make_model(
     kind, extra = FAMILIES[family]
     config = kind(**{**_SHAPE, **extra}, attn_implementation=implementation)
     torch.manual_seed(7)
-    return hf.AutoModelForCausalLM.from_config(config).to(dtype).train()
+    model = hf.AutoModelForCausalLM.from_config(config).to(dtype).train()
+    if implementation == attention.NAME:
+        delta.bind(model)
+    return model
 
 
 def make_sample(

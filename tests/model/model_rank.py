@@ -16,6 +16,7 @@ from model_build import group, make_row, make_sample
 from agrpo.loss.score_centering import ScoreCentering
 from agrpo.model import checkpoint
 from agrpo.model.load import load_model
+from agrpo.model.moe import balance_of
 from agrpo.model.optim import Updater
 from agrpo.model.shard import open_mesh, shard
 from agrpo.model.terms import DeviceRow, token_terms
@@ -40,6 +41,11 @@ def section_of(folder: Path, **more) -> Model:
     lora = {"lora": Lora(enabled=True, r=3, alpha=5.0)} if (folder / "lora").exists() else {}
     given = {"fsdp": Fsdp(enabled=True), "precision": (folder / "precision").read_text(), **lora, **more}
     return Model(path=str(folder / "model"), **given)
+
+
+def aux_share(model, terms, num_rows: int):
+    """A row's share of the mean auxiliary loss of a step, as the training loop adds it."""
+    return 0.0 if terms.aux_loss is None else balance_of(model).coefficient / num_rows * terms.aux_loss
 
 
 def over_bfloat16(folder: Path, rank: int, world_size: int) -> dict:
@@ -69,7 +75,7 @@ def main(folder: Path, rank: int, world_size: int) -> None:
         step_loss = torch.zeros(())
         for row in rows[rank::world_size]:
             terms = token_terms(model, DeviceRow.of(row, "cpu"), 0.7, want_head=True)
-            loss = ScoreCentering()(terms).sum() / total
+            loss = ScoreCentering()(terms).sum() / total + aux_share(model, terms, len(rows))
             updater.backward(loss)
             step_loss += loss.detach()
         dist.all_reduce(step_loss)

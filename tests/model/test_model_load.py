@@ -258,8 +258,3 @@ def test_export_in_bfloat16_loads_with_its_dtype_recorded(tmp_path, family):
     assert json.loads((tmp_path / "out" / "config.json").read_text())["dtype"] == "bfloat16"
     for (name, tensor), (_, reference) in zip(loaded.named_parameters(), model.named_parameters(), strict=True):
         assert torch.equal(tensor, reference.bfloat16()), name
-
-
-def test_a_mixture_of_experts_is_refused():
-    with pytest.raises(ConfigError, match="mixture of experts"):
-        load.refuse_config(hf.Qwen3MoeConfig(num_experts=4))

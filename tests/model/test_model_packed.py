@@ -80,9 +80,10 @@ def test_random_trees_equal_alone(family, seeds):
     _check(family, samples)
 
 
+@pytest.mark.parametrize("family", ["qwen3", "qwen3_5"])
 @pytest.mark.parametrize("loss", [ScoreCentering(), Grpo()])
-def test_tree_and_sequence_packing_give_the_same_loss_and_gradients(loss):
-    samples, model = [*group(3, [7, 11, 13]), *group(4, [5, 5], group_id=1)], make_model("qwen3")
+def test_tree_and_sequence_packing_give_the_same_loss_and_gradients(loss, family):
+    samples, model = [*group(3, [7, 11, 13]), *group(4, [5, 5], group_id=1)], make_model(family)
     results = []
     for row in (make_row(samples), sequence_packed(samples)):
         value = loss(_terms(model, row)).sum() / row.num_trained_tokens
@@ -128,10 +129,11 @@ def test_a_row_without_terms_joins_the_graph_with_zero():
     assert all(not g.any() for g in grads.values())
 
 
-def test_gradient_checkpointing_changes_nothing():
+@pytest.mark.parametrize("family", ["qwen3", "qwen3_5", "qwen3_moe"])
+def test_gradient_checkpointing_changes_nothing(family):
     samples, grads, values = group(6, [7, 11, 5]), [], []
     for is_checkpointed in (False, True):
-        model = make_model("qwen3")
+        model = make_model(family)
         if is_checkpointed:
             model = prepare(model, Model(path="-"))
         value = ScoreCentering()(_terms(model, make_row(samples))).mean()
