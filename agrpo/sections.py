@@ -121,7 +121,7 @@ class Rollout:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fsdp:
     enabled: bool | None = setting(None, "FSDP2; null = on with more than one trainer process")
-    options: dict[str, Any] = setting(doc="FSDP2 options: wrap policy, reshard, CPU offload", factory=dict)
+    options: dict[str, Any] = setting(doc="FSDP2: layer_classes, reshard_after_forward, cpu_offload, replicate (copies of the sharded model), prefetch (layers)", factory=dict)
 
 
 # PEFT's arguments that leave the base weights as they are; others change them, or the model around the adapter.

@@ -29,7 +29,7 @@ def run(folder: Path, code: list[str]) -> subprocess.CompletedProcess:
 
 def test_the_example_loss_is_chosen_by_name(tmp_path):
     write_examples(tmp_path)
-    command = ["-m", "agrpo", "train", "+recipe=quickstart", "--config-dir", "conf", "loss=cispo"]
+    command = ["-m", "agrpo", "train", "+recipe=quickstart", "--config-dir", "conf", "loss=capped"]
     done = run(tmp_path, [*command, "loss.epsilon_high=0.5", "--dry-run"])
     assert done.returncode == 0, done.stdout
     refused = run(tmp_path, [*command, "loss.epsilon_high=-1"])
@@ -43,18 +43,18 @@ def test_the_example_loss_by_hand(tmp_path, monkeypatch):
     write_examples(tmp_path)
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.delitem(sys.modules, "my_losses", raising=False)
-    from my_losses import Cispo
+    from my_losses import Capped
 
     trainer = torch.tensor([-1.0, -0.5], requires_grad=True)
     terms = SimpleNamespace(
         trainer_logprobs=trainer, sampler_logprobs=torch.tensor([-1.0, -1.5]), advantages=torch.tensor([2.0, 1.0])
     )
-    loss = Cispo(epsilon_high=0.5)(terms)
+    loss = Capped(epsilon_high=0.5)(terms)
     # Ratios 1 and e, the second capped at 1.5: -1 * 2 * -1 and -1.5 * 1 * -0.5.
     assert loss.tolist() == pytest.approx([2.0, 0.75])
     loss.sum().backward()
     assert trainer.grad.tolist() == pytest.approx([-2.0, -1.5])
-    assert Cispo(epsilon_high=0.5).statistics(terms)["clipped_high"].tolist() == [False, True]
+    assert Capped(epsilon_high=0.5).statistics(terms)["clipped_high"].tolist() == [False, True]
 
 
 def test_the_example_reward(tmp_path, monkeypatch):

@@ -7,14 +7,12 @@ from pathlib import Path
 from typing import Any
 
 from agrpo.config import Config
-from agrpo.config.model_folder import Shape, shape_of
+from agrpo.config.model_folder import Shape, read_config, shape_of
 from agrpo.launch.plan import Ports, context_length, option_name, processes, server_urls, token_budget
 from agrpo.launch.processes import Launch
+from agrpo.model.memory import BYTES, Memory, estimate
 
 GIB = 2**30
-BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "auto": 2, None: 4}
-# fp32 master weights, two fp32 Adam moments, fp32 gradients
-STATE_BYTES = 16
 EXAMPLE_PORTS = Ports(server=8000, wire=8001, master=8002)
 
 
@@ -72,34 +70,39 @@ def _memory(config: Config) -> list[str]:
     shape = shape_of(config.model.path)
     if shape is None:
         return [f"unknown: {config.model.path} is not on this machine, and its name tells no size"]
-    ranks = config.run.num_processes
-    if config.model.lora.enabled:
-        state = shape.num_parameters * BYTES[config.model.dtype] / ranks
-        note = "frozen base weights; the adapter's state is small beside them"
-    else:
-        state = shape.num_parameters * STATE_BYTES / ranks
-        note = "fp32 weights, gradients and two Adam moments"
-    compute = 0 if config.model.precision == "no" else shape.num_parameters * 2 / ranks
+    memory = trainer_memory(config, shape)
     lines = [
         f"model      {shape.num_parameters / 1e9:.2f} billion parameters (from {shape.source})",
-        f"trainer    {state / GIB:.1f} GiB per rank: {note}, over {ranks} rank(s)",
+        f"trainer    {memory.peak / GIB:.1f} GiB per rank at the peak of a step, over {config.run.num_processes} rank(s)",
     ]
-    if compute:
-        lines.append(f"           {compute / GIB:.1f} GiB: copy of the weights in {config.model.precision}")
-    lines += [f"           {line}" for line in _activations(config, shape)]
-    return lines + _server_memory(config, shape) + _fit(config, state + compute)
+    parts = {
+        "weights": memory.weights,
+        f"copy of the weights in {config.model.precision}": memory.compute_copy,
+        "gradients": memory.gradients,
+        f"state of {config.optimizer.name}": memory.optimizer,
+        f"activations of one row of {token_budget(config) or 0:,} tokens": memory.activations,
+        "logits of one chunk and gradient of the head": memory.logits,
+        "layers gathered from the other ranks": memory.gathered,
+        "weight sync, not at the same time as a step": memory.sync,
+    }
+    lines += [f"           {size / GIB:.2f} GiB {what}" for what, size in parts.items() if size]
+    if not memory.activations:
+        lines.append("           activations are not estimated: they need config.json and the token budget")
+    return lines + _server_memory(config, shape) + _fit(config, memory.peak)
 
 
-def _activations(config: Config, shape: Shape) -> list[str]:
-    budget = token_budget(config)
-    if budget is None or not shape.hidden_size:
-        return ["activations are not estimated: they need config.json and the token budget"]
-    width = 4 if config.model.precision == "no" else 2
-    # With checkpointing one input per layer is kept, and one layer is recomputed at a time.
-    per_layer = budget * shape.hidden_size * width
-    kept = shape.num_layers * per_layer if config.model.gradient_checkpointing else shape.num_layers * per_layer * 16
-    working = per_layer * 16
-    return [f"{(kept + working) / GIB:.1f} GiB: activations of one row of {budget:,} tokens"]
+def trainer_memory(config: Config, shape: Shape) -> Memory:
+    """What one trainer rank of this resolved configuration needs."""
+    text = read_config(config.model.path)
+    return estimate(
+        config.model,
+        None if text is None else text.get("text_config") or text,
+        num_parameters=shape.num_parameters,
+        num_ranks=config.run.num_processes,
+        row_tokens=token_budget(config),
+        optimizer=config.optimizer.name,
+        bucket_mb=getattr(config.sync, "bucket_mb", 0),
+    )
 
 
 def _server_memory(config: Config, shape: Shape) -> list[str]:

@@ -11,6 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from agrpo.loss.surrogate import aggregation, normalization
 from agrpo.schema import setting
 
 if TYPE_CHECKING:
@@ -23,7 +24,7 @@ _FLOOR = 1e-6  # least tail mass of either distribution: float32 log-probs resol
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ScoreCentering:
-    """Score-centred policy gradient on the sampler's head; the epsilons only define the clip metrics."""
+    """Score-centred policy gradient; the epsilons only define the clip metrics. Choose it first: stale samples add no bias to it on average."""
 
     epsilon: float = setting(0.2, "lower bound of the clip metrics", gt=0, lt=1)
     epsilon_high: float | None = setting(None, "upper bound of the clip metrics; null = epsilon", gt=0)
@@ -34,9 +35,8 @@ class ScoreCentering:
         "model of the tokens outside the head; none = head only, biased",
         choices=("proportional", "none"),
     )
-    normalization: str = setting(
-        "step", "divide by the trained tokens of the step or of each microbatch", choices=("step", "microbatch")
-    )
+    aggregation: str = aggregation()
+    normalization: str = normalization()
 
     wants_head = True
 

@@ -213,6 +213,8 @@ perf/wall_clock_forwarded_tokens_per_s | tokens/s | T | ratio | unique forwarded
 perf/wall_clock_trained_tokens_per_s | tokens/s | T | ratio | trained tokens / step seconds
 perf/fwd_bwd_mfu | 0..1 | T | ratio | model FLOPs of forward and backward / (seconds * devices * peak), where known
 perf/wall_clock_mfu | 0..1 | T | ratio | the same over whole steps
+perf/fwd_bwd_hfu | 0..1 | T | ratio | as fwd_bwd_mfu, with the activations and logits that backward computes again
+perf/model_tflops_per_s | TFLOP/s | T | ratio | model FLOPs of forward and backward / seconds, all devices; known architectures only
 perf/metrics_dropped_count | count | W | sum | metric records discarded by a full channel
 # Grouped rollouts
 group/target_slot_count | count | W | sum | slots started (G per group)

@@ -1,4 +1,4 @@
-"""Sharding over trainer ranks by FSDP2.
+"""Sharding over trainer ranks by FSDP2; with `replicate` copies of the sharded model, each on ranks of its own (HSDP).
 
 Gradients are summed over ranks, never averaged: a rank's loss is already divided by the step's tokens over all ranks.
 """
@@ -23,7 +23,7 @@ from agrpo.errors import ConfigError
 from agrpo.model.terms import METHOD, bind
 
 COMPUTE_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "no": None}
-_OPTIONS = ("reshard_after_forward", "cpu_offload", "layer_classes")
+_OPTIONS = ("reshard_after_forward", "cpu_offload", "layer_classes", "replicate", "prefetch")
 _log = logging.getLogger(__name__)
 
 
@@ -35,7 +35,14 @@ def open_mesh(section: Any, device: torch.device | str) -> DeviceMesh | None:
         raise ConfigError(f"model.fsdp.enabled must be true with run.num_processes={world_size}, got false")
     if not enabled:
         return None
-    return init_device_mesh(torch.device(device).type, (world_size,), mesh_dim_names=("shard",))
+    copies = section.fsdp.options.get("replicate", 1)
+    if not isinstance(copies, int) or copies < 1 or world_size % copies:
+        raise ConfigError(f"model.fsdp.options.replicate must divide the number of ranks ({world_size}), got {copies}")
+    kind = torch.device(device).type
+    if copies == 1:
+        return init_device_mesh(kind, (world_size,), mesh_dim_names=("shard",))
+    # Neighbouring ranks share a copy: with whole nodes per copy, only gradients cross between nodes.
+    return init_device_mesh(kind, (copies, world_size // copies), mesh_dim_names=("replicate", "shard"))
 
 
 def shard(model: torch.nn.Module, section: Any, mesh: DeviceMesh | None) -> None:
@@ -60,12 +67,25 @@ def shard(model: torch.nn.Module, section: Any, mesh: DeviceMesh | None) -> None
                 parameter.data = parameter.data.float()
     bind(model, None)
     arguments = _arguments(section.fsdp.options, compute, mesh)
-    for module in (*_layers(model, section.fsdp.options), model):
+    layers = _layers(model, section.fsdp.options)
+    for module in (*layers, model):
         fully_shard(module, **arguments)
         module.set_gradient_divide_factor(1.0)
         # Gloo has no pre-multiplied sum, which a divide factor would otherwise select.
         module.set_force_sum_reduction_for_comms(True)
+    _prefetch(layers, section.fsdp.options)
     register_fsdp_forward_method(model, METHOD)
+
+
+def _prefetch(layers: list[torch.nn.Module], options: dict[str, Any]) -> None:
+    """Layer i asks for the layers behind it before it computes; in backward FSDP2 does so by itself."""
+    count = options.get("prefetch", 1)
+    if not isinstance(count, int) or count < 0:
+        raise ConfigError(f"model.fsdp.options.prefetch must be a number of layers >= 0, got {count}")
+    if "layer_classes" in options:
+        return  # nested modules have no order of their own
+    for index, layer in enumerate(layers):
+        layer.set_modules_to_forward_prefetch(layers[index + 1 : index + 1 + count])
 
 
 def _autocast(model: torch.nn.Module, compute: torch.dtype | None) -> torch.dtype | None:

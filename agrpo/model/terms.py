@@ -28,6 +28,7 @@ class DeviceRow:
     advantages: torch.Tensor  # [M] float32
     versions: torch.Tensor  # [M] int64
     sample_index: torch.Tensor  # [M] int64
+    num_samples: int
     head_ids: torch.Tensor  # [M, K] int64
     head_logprobs: torch.Tensor  # [M, K] float32, -inf where the server listed fewer than K
     kept: Kept | None  # candidate sets
@@ -59,6 +60,7 @@ class DeviceRow:
             advantages=reals(row.advantages),
             versions=ids(row.versions),
             sample_index=ids(row.sample_index),
+            num_samples=len(row.sample_tokens),
             head_ids=ids(row.head_ids),
             head_logprobs=reals(row.head_logprobs),
             kept=kept,
@@ -77,10 +79,13 @@ class TokenTerms:
     head_trainer_logprobs: torch.Tensor  # [M, K] with gradient; -inf outside the candidate set
     head_sampler_logprobs: torch.Tensor  # [M, K]; -inf = absent
     entropy: torch.Tensor  # [M] nats, full vocabulary, no gradient
-    sample_index: torch.Tensor  # [M] index into the row's samples
+    sample_index: torch.Tensor  # [M] index into the row's samples, all of whose trained tokens are here
+    num_samples: int  # of the row
     versions: torch.Tensor  # [M]
     candidate_counts: torch.Tensor | None  # [M] size of the candidate set, None without truncation
     aux_loss: torch.Tensor | None = None  # scalar with gradient, before its coefficient; None without experts or gradient
+    version: int = 0  # of the weights of this forward; the next one where they changed since the last sync
+    proximal_logprobs: torch.Tensor | None = None  # [M] of the weights at the start of the step, where they differ
 
 
 def token_terms(model: torch.nn.Module, row: DeviceRow, temperature: float, want_head: bool) -> TokenTerms:
@@ -101,6 +106,7 @@ def token_terms(model: torch.nn.Module, row: DeviceRow, temperature: float, want
         head_sampler_logprobs=head_sampler_logprobs,
         entropy=entropy,
         sample_index=row.sample_index,
+        num_samples=row.num_samples,
         versions=row.versions,
         candidate_counts=row.candidate_counts,
         aux_loss=aux_loss,

@@ -54,8 +54,8 @@ class LossFigures:
         figures["gap"] = (terms.trainer_logprobs - terms.sampler_logprobs).abs()
         figures["entropy"] = terms.entropy
         figures["clipped"] = figures["clipped_low"] | figures["clipped_high"]
-        figures["low_share"] = _share_per_sample(figures["clipped_low"], terms.sample_index)
-        figures["high_share"] = _share_per_sample(figures["clipped_high"], terms.sample_index)
+        figures["low_share"] = _share_per_sample(figures["clipped_low"], terms)
+        figures["high_share"] = _share_per_sample(figures["clipped_high"], terms)
         absent = torch.full((1,), torch.nan, device=self._device)
         self._count += num_terms
         self._sums += torch.stack([figures.get(k, absent).double().sum() for k in _SUMS])
@@ -83,8 +83,9 @@ class LossFigures:
         self._reset()
 
 
-def _share_per_sample(flags: torch.Tensor, sample_index: torch.Tensor) -> torch.Tensor:
-    """Share of flagged tokens of each sample that has any: flags [1 0 1] of samples [0 0 2] are [0.5 1]."""
-    counts = torch.bincount(sample_index)
-    flagged = torch.bincount(sample_index, weights=flags.float(), minlength=len(counts))
-    return (flagged / counts)[counts > 0].float()
+def _share_per_sample(flags: torch.Tensor, terms) -> torch.Tensor:
+    """[M] share of flagged tokens in each token's sample: flags [1 0 1] of samples [0 0 2] are [0.5 0.5 1]."""
+    per_sample = torch.zeros(terms.num_samples, 2, device=flags.device)
+    per_sample.index_add_(0, terms.sample_index, torch.stack([flags.float(), torch.ones_like(flags.float())], 1))
+    flagged, counts = per_sample[terms.sample_index].unbind(1)
+    return flagged / counts

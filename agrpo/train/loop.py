@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import time
 from dataclasses import dataclass, field
@@ -17,6 +18,7 @@ from agrpo.model.terms import DeviceRow, token_terms
 from agrpo.train.figures import LossFigures
 from agrpo.train.parity import ParityProbe
 from agrpo.train.proof import prove
+from agrpo.train.proximal import NotNeeded
 from agrpo.train.ranks import Ranks, Work
 from agrpo.train.trace import NoTrace
 
@@ -70,6 +72,7 @@ class Trainer:
     version: int  # weight version the server holds
     every_steps: int  # optimizer steps between two syncs
     is_synced: bool = False  # the server holds exactly these weights
+    proximal: Any = field(default_factory=NotNeeded)  # log-probs at the start of a step
     trace: Any = field(default_factory=NoTrace)  # keeps the log-probs of what was trained
     num_skipped: int = 0  # updates in a row that were not applied
     window: Window = field(default_factory=Window)
@@ -82,28 +85,48 @@ class Trainer:
         self.figures, self.forward_timer, self.timer = LossFigures(device), DeviceTimer(device), DeviceTimer(device)
 
     def step(self, work: Work) -> None:
-        """Gradients of every microbatch, each divided by its exact denominator, then one update."""
+        """Gradients of every microbatch, each sample with its exact share of the loss, then an update; mostly one."""
         self.timer.start()
-        for row, denominator in zip(work.rows, work.denominators, strict=True):
-            self.forward_timer.start()
-            terms = token_terms(self.model, DeviceRow.of(row, self.ranks.device), self.temperature, self.loss.wants_head)
-            value = self.loss(terms).sum() / denominator + self._balance(terms, len(work.rows))
-            self.forward_timer.stop()
-            self.updater.backward(value)
-            self.figures.add(self.loss, terms, value)
-            self.trace.add(work.index, row, terms)
-            self.parity.add(terms, self.version if self.is_synced else None)
+        proximal = self.proximal.of(self.model, work.rows, work.num_updates, self.ranks.device)
+        size, optimizer_s = len(work.rows) // work.num_updates, 0.0
+        for number, (row, shares, before) in enumerate(zip(work.rows, work.shares, proximal, strict=True), 1):
+            self._accumulate(work.index, row, shares, before, size)
+            if number % size == 0:
+                self.timer.stop()
+                optimizer_s += self._update(work.index)
+                self.timer.start()
         self.timer.stop()
+        self.window.add("perf/optimizer_s", optimizer_s)
+
+    def _accumulate(self, step_index: int, row: Any, shares: Any, proximal: Any, num_microbatches: int) -> None:
+        """Forward and backward of one of an update's microbatches; nothing here waits for the device."""
+        self.forward_timer.start()
+        on_device = DeviceRow.of(row, self.ranks.device)
+        terms = dataclasses.replace(
+            token_terms(self.model, on_device, self.temperature, self.loss.wants_head),
+            version=self.version + (not self.is_synced),
+            proximal_logprobs=proximal,
+        )
+        share = torch.from_numpy(shares).to(self.ranks.device, non_blocking=True)
+        value = (self.loss(terms) * share[terms.sample_index]).sum() + self._balance(terms, num_microbatches)
+        self.forward_timer.stop()
+        self.updater.backward(value)
+        self.figures.add(self.loss, terms, value)
+        self.trace.add(step_index, row, terms)
+        self.parity.add(terms, self.version if self.is_synced else None)
+
+    def _update(self, step_index: int) -> float:
+        """One optimizer update; returns its seconds."""
         began = time.perf_counter()
         update = self.updater.step()
         self.is_synced = False
-        self.window.add("perf/optimizer_s", time.perf_counter() - began)
-        self._check(update, work.index)
+        self._check(update, step_index)
         self.window.add("grad_norm", update.grad_norm)
         self.window.add("learning_rate", update.learning_rate)
+        return time.perf_counter() - began
 
     def _balance(self, terms: Any, num_microbatches: int) -> torch.Tensor | float:
-        """The row's share of the auxiliary loss, so that gradients summed over the step's rows are of its mean (LOSS-21)."""
+        """The row's share of the auxiliary loss, so that gradients summed over an update's rows are of its mean (LOSS-21)."""
         if terms.aux_loss is None:
             return 0.0
         return balance_of(self.model).coefficient / (num_microbatches * self.ranks.world_size) * terms.aux_loss

@@ -18,6 +18,7 @@ from agrpo.train.feeder import Feeder
 from agrpo.train.loop import Trainer
 from agrpo.train.outage import Outage
 from agrpo.train.parity import ParityProbe
+from agrpo.train.proximal import NotNeeded, Recomputed
 from agrpo.train.ranks import Ranks
 from agrpo.train.sender import open_sender
 from agrpo.train.state import Progress
@@ -65,6 +66,9 @@ def open_trainer(
         proof=proof,
         outage=outage,
         parity=parity,
+        proximal=Recomputed(config.sampler.temperature)
+        if getattr(config.loss, "wants_proximal", False)
+        else NotNeeded(),
         trace=Trace(run_dir, ranks.rank) if config.rollout.dump_to_file else NoTrace(),
         temperature=config.sampler.temperature,
         version=version,

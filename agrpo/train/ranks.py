@@ -1,6 +1,6 @@
 """The trainer's ranks: their process group, and how rank 0 hands each of them its part of a step.
 
-Rank 0 alone knows the plan. Each rank gets its own rows and the step's denominators as one message of array buffers
+Rank 0 alone knows the plan. Each rank gets its own rows and what their samples count as one message of array buffers
 over CPU tensors; between steps rank 0 sends `idle` messages, so that no rank waits in silence (ARCH-9).
 """
 
@@ -17,6 +17,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from agrpo.train.shares import Sharing
 from agrpo.types import Ragged, Row, Step
 
 
@@ -26,23 +27,28 @@ class Work:
 
     kind: str
     index: int = 0  # of the step
-    denominators: tuple[float, ...] = ()  # per microbatch: what its summed loss is divided by
     rows: tuple[Row, ...] = ()  # per microbatch: this rank's row
+    shares: tuple[
+        np.ndarray, ...
+    ] = ()  # per microbatch: [samples of the row] float32, what a term of the sample counts
+    num_updates: int = 1  # equal parts of the microbatches, each with an update of its own
 
 
 IDLE, RESEND, END = Work("idle"), Work("resend"), Work("end")
 
 
-def divide(step: Step, normalization: str) -> list[Work]:
-    """The work of each rank. Sum over the step / trained tokens of the step, or the mean of microbatch means (LOSS-17)."""
-    count = len(step.microbatches)
-    if normalization == "step":
-        denominators = (float(max(step.num_trained_tokens, 1)),) * count
-    else:
-        denominators = tuple(float(max(m.num_trained_tokens, 1) * count) for m in step.microbatches)
-    num_ranks = len(step.microbatches[0].rows)
+def divide(step: Step, sharing: Sharing) -> list[Work]:
+    """The work of each rank: its rows, and its samples' shares of the whole step's loss."""
+    shares = sharing.of_step(step)
     return [
-        Work("step", step.index, denominators, tuple(m.rows[rank] for m in step.microbatches)) for rank in range(num_ranks)
+        Work(
+            "step",
+            step.index,
+            tuple(m.rows[rank] for m in step.microbatches),
+            tuple(s[rank] for s in shares),
+            sharing.num_updates,
+        )
+        for rank in range(len(step.microbatches[0].rows))
     ]
 
 
@@ -99,13 +105,14 @@ class Ranks:
 def encode_work(work: Work) -> bytes:
     """A Work as MessagePack with arrays as (dtype, shape, bytes)."""
     rows = [{f.name: _plain(getattr(row, f.name)) for f in dataclasses.fields(Row)} for row in work.rows]
-    return msgspec.msgpack.encode([work.kind, work.index, list(work.denominators), rows])
+    shares = [_plain(s) for s in work.shares]
+    return msgspec.msgpack.encode([work.kind, work.index, rows, shares, work.num_updates])
 
 
 def decode_work(data: bytes) -> Work:
-    kind, index, denominators, rows = msgspec.msgpack.decode(data)
+    kind, index, rows, shares, num_updates = msgspec.msgpack.decode(data)
     rows = tuple(Row(**{name: _restored(value) for name, value in row.items()}) for row in rows)
-    return Work(kind, index, tuple(denominators), rows)
+    return Work(kind, index, rows, tuple(_restored(s) for s in shares), num_updates)
 
 
 def _plain(value: Any) -> Any:

@@ -9,6 +9,7 @@ from agrpo.config import Config
 from agrpo.metrics.diagnose import verdicts
 from agrpo.metrics.window import Window
 from agrpo.train.loop import Trainer
+from agrpo.train.meter import open_meter
 from agrpo.train.state import Progress
 
 
@@ -20,6 +21,8 @@ class Recorder:
     ):
         self._config, self._trainer, self._progress = config, trainer, progress
         self._feeder, self._sinks, self._num_rows = feeder, sinks, num_rows
+        ranks = trainer.ranks
+        self.meter = open_meter(config.model, trainer.model, ranks.device, ranks.world_size)
         self._num_steps = 0  # since the last record
         self._counted = progress.step
         self._step_ended_at = time.perf_counter()
@@ -68,6 +71,7 @@ class Recorder:
         window.add("perf/fwd_bwd_forwarded_tokens_per_s", unique, total_s)
         window.add("perf/wall_clock_forwarded_tokens_per_s", unique, step_s)
         window.add("perf/wall_clock_trained_tokens_per_s", window.total("batch/trained_tokens_per_step"), step_s)
+        self.meter.record(window, total_s, step_s)
         window.add("num_tokens", self._progress.num_tokens)
         if self._num_rows:
             window.add("epoch", self._feeder.num_resolved / self._num_rows)

@@ -28,6 +28,7 @@ from agrpo.train.feeder import Feeder
 from agrpo.train.outage import Outage
 from agrpo.train.ranks import END, IDLE, RESEND, Ranks, Work, divide
 from agrpo.train.record import Recorder
+from agrpo.train.shares import Sharing
 from agrpo.train.state import Progress, checkpoint_to_resume, restore, save
 
 _IDLE_S = 1.0  # how often rank 0 looks up while it waits for samples
@@ -65,7 +66,9 @@ class TrainRun:
         self.model, self.tokenizer = load_model(config.model, self.ranks.device), load_tokenizer(config.model)
         shard(self.model, config.model, open_mesh(config.model, self.ranks.device))
         scaled = config.model.precision == "fp16"
-        self.updater = Updater(self.model, config.optimizer, config.run.max_steps, scaled)
+        self.sharing = Sharing.of(config.loss, config.sampler.max_completion_length)
+        num_updates = config.run.max_steps and config.run.max_steps * self.sharing.num_updates
+        self.updater = Updater(self.model, config.optimizer, num_updates, scaled)
         rows = config.data.open(needs_prompt=not gives_prompts(config)) if self.ranks.is_first else None
         self.num_rows = len(rows) if hasattr(rows, "__len__") else None
         self.fingerprint = getattr(rows, "fingerprint", None)
@@ -186,8 +189,9 @@ class TrainRun:
         self._step = step
         self.trainer.window.add("perf/rollout_wait_s", self._waited_s)
         self._waited_s = 0.0
+        self.recorder.meter.add(step)
         self.progress.num_tokens += sum(r.num_tokens for m in step.microbatches for r in m.rows)
-        return divide(step, self.config.loss.normalization)
+        return divide(step, self.sharing)
 
     def _is_complete(self) -> bool:
         """RUN-1, RUN-4: `run.max_steps` steps, else all prompts of the epochs resolved at the end of a step."""

@@ -48,14 +48,16 @@ def make_samples(num_samples: int, num_head: int = 0) -> list[Sample]:
 
 
 def new_planner() -> Planner:
-    cost = Cost.of_model(
-        hidden_size=2048,
-        num_layers=28,
-        intermediate_size=6144,
-        num_heads=16,
-        num_kv_heads=8,
-        head_dim=128,
-        vocab_size=151_936,
+    cost = Cost.of_config(
+        {
+            "hidden_size": 2048,
+            "num_hidden_layers": 28,
+            "intermediate_size": 6144,
+            "num_attention_heads": 16,
+            "num_key_value_heads": 8,
+            "head_dim": 128,
+            "vocab_size": 151_936,
+        }
     )
     return Tree().planner(num_rows=4, token_budget=65_536, cost=cost, microbatches_per_step=1)
 

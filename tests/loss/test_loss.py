@@ -27,6 +27,7 @@ def make_terms(ratios, advantages, **fields) -> TokenTerms:
         head_sampler_logprobs=empty,
         entropy=torch.zeros(count),
         sample_index=torch.zeros(count, dtype=torch.long),
+        num_samples=1,
         versions=torch.zeros(count, dtype=torch.long),
         candidate_counts=None,
     )

@@ -1,6 +1,7 @@
 """One rank of a sharded run on CPU: python model_rank.py FOLDER RANK WORLD_SIZE; writes what rank 0 saw to FOLDER.
 
-FOLDER/precision says the precision; where FOLDER/lora is there, an adapter is trained, and once more over bfloat16.
+FOLDER/precision says the precision; where FOLDER/lora is there, an adapter is trained, and once more over bfloat16;
+FOLDER/replicate is the number of copies of the sharded model.
 
 Two rows a step: one per rank, or both on the one rank. The second row of the second step has no loss term.
 """
@@ -39,7 +40,9 @@ def steps_of_rows():
 
 def section_of(folder: Path, **more) -> Model:
     lora = {"lora": Lora(enabled=True, r=3, alpha=5.0)} if (folder / "lora").exists() else {}
-    given = {"fsdp": Fsdp(enabled=True), "precision": (folder / "precision").read_text(), **lora, **more}
+    copies = folder / "replicate"
+    options = {"replicate": int(copies.read_text())} if copies.exists() else {}
+    given = {"fsdp": Fsdp(enabled=True, options=options), "precision": (folder / "precision").read_text(), **lora, **more}
     return Model(path=str(folder / "model"), **given)
 
 

@@ -68,6 +68,19 @@ def test_two_ranks_equal_one(tied):
     _same(two["weights"], one["weights"], 1e-4)
 
 
+def test_copies_of_the_sharded_model_equal_one_rank(tied, tmp_path):
+    """HSDP: two copies of one shard each; gradients are summed over both."""
+    folder, one, _ = tied
+    (tmp_path / "model").symlink_to(folder / "model")
+    (tmp_path / "precision").write_text("no")
+    (tmp_path / "replicate").write_text("2")
+    copies = _run_ranks(tmp_path, 2)
+    assert copies["losses"] == pytest.approx(one["losses"], rel=1e-4)
+    assert copies["norms"] == pytest.approx(one["norms"], rel=1e-4)
+    _same(copies["grads"], one["grads"], 1e-4)
+    _same(copies["weights"], one["weights"], 1e-4)
+
+
 def test_one_rank_equals_no_sharding(tied):
     folder, one, _ = tied
     section = Model(path=str(folder / "model"), precision="no")

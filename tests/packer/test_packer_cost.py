@@ -11,43 +11,9 @@ from agrpo.packer.sequence import Sequence
 from agrpo.packer.tree import Tree
 from agrpo.schema import violations
 
-QWEN3_1_7B = {
-    "hidden_size": 2048,
-    "num_layers": 28,
-    "intermediate_size": 6144,
-    "num_heads": 16,
-    "num_kv_heads": 8,
-    "head_dim": 128,
-    "vocab_size": 151_936,
-}
-
-
-def test_a_model_counted_by_hand():
-    # Matrices of one layer: q 3x4, k 3x2, v 3x2, o 4x3, gate 3x5, up 3x5, down 5x3 = 81; head 3x7 = 21.
-    # Twice that in operations: 2 * (2 * 81 + 21) = 366 per token. Context: 2 layers * 2 heads * (2 + 2) * 2 = 32.
-    cost = Cost.of_model(
-        hidden_size=3, num_layers=2, intermediate_size=5, num_heads=2, num_kv_heads=1, head_dim=2, vocab_size=7
-    )
-    assert cost == Cost(linear=366 / 32, attention=1.0)
-    assert cost.of(5, 15) == 5 * 366 / 32 + 15
-
-
-def test_qwen3_1_7b_is_linear_up_to_about_15k_tokens():
-    # 1.72e9 parameters meet each token (tied head included): 3.44e9 operations; context 28 * 4 * 2048 = 2.3e5.
-    cost = Cost.of_model(**QWEN3_1_7B)
-    assert cost.linear == pytest.approx(2 * 1.72e9 / (28 * 4 * 2048), rel=2e-3)
-
-
-def test_layers_without_full_attention():
-    full = Cost.of_model(**QWEN3_1_7B)
-    quarter = Cost.of_model(**QWEN3_1_7B, num_attention_layers=7)
-    assert quarter.linear == pytest.approx(4 * full.linear)
-    windowed = Cost.of_model(**QWEN3_1_7B, num_attention_layers=7, window=512)
-    assert windowed.linear == pytest.approx(quarter.linear + 3 * 512)
-    assert Cost.of_model(**QWEN3_1_7B, num_attention_layers=0) == Cost(linear=1.0, attention=0.0)
-
 
 def config_of(**changes):
+    """Qwen3-1.7B with these changes."""
     fields = {
         "hidden_size": 2048,
         "num_hidden_layers": 28,
@@ -61,24 +27,38 @@ def config_of(**changes):
     return SimpleNamespace(**{**fields, **changes})
 
 
-def test_a_models_configuration_gives_its_shape():
-    expected = Cost.of_model(**QWEN3_1_7B)
-    assert Cost.of_config(config_of()) == expected
-    assert Cost.of_config(SimpleNamespace(text_config=config_of())) == expected
-    assert Cost.of_config(config_of(head_dim=None, num_key_value_heads=None)) == Cost.of_model(
-        **{**QWEN3_1_7B, "num_kv_heads": 16}
-    )
-    kinds = ["linear_attention"] * 21 + ["full_attention"] * 7
-    assert Cost.of_config(config_of(layer_types=kinds)) == Cost.of_model(**QWEN3_1_7B, num_attention_layers=7)
+def test_a_model_counted_by_hand():
+    # Matrices of one layer: q 3x4, k 3x2, v 3x2, o 4x3, gate 3x5, up 3x5, down 5x3 = 81; head 3x7 = 21.
+    # Twice that in operations: 2 * (2 * 81 + 21) = 366 per token. Context: 2 layers * 2 heads * (2 + 2) * 2 = 32.
+    cost = Cost.of_config(
+        config_of(hidden_size=3, num_hidden_layers=2, intermediate_size=5, num_attention_heads=2, num_key_value_heads=1,
+                  head_dim=2, vocab_size=7)
+    )  # fmt: skip
+    assert cost == Cost(linear=366 / 32, attention=1.0)
+    assert cost.of(5, 15) == 5 * 366 / 32 + 15
+
+
+def test_qwen3_1_7b_is_linear_up_to_about_15k_tokens():
+    # 1.72e9 parameters meet each token (tied head included): 3.44e9 operations; context 28 * 4 * 2048 = 2.3e5.
+    assert Cost.of_config(config_of()).linear == pytest.approx(2 * 1.72e9 / (28 * 4 * 2048), rel=2e-3)
+
+
+def test_layers_without_full_attention():
+    full = Cost.of_config(config_of())
     kinds = ["sliding_attention"] * 21 + ["full_attention"] * 7
-    assert Cost.of_config(config_of(layer_types=kinds, sliding_window=512)) == Cost.of_model(
-        **QWEN3_1_7B, num_attention_layers=7, window=512
+    windowed = Cost.of_config(config_of(layer_types=kinds, sliding_window=512))
+    assert windowed.linear == pytest.approx(4 * full.linear + 3 * 512)
+    assert Cost.of_config(config_of(sliding_window=512)) == Cost(linear=1.0, attention=0.0)
+    assert Cost.of_config(config_of(sliding_window=512, use_sliding_window=False)) == full
+    assert Cost.of_config(config_of(kv_lora_rank=512)) == Cost(linear=1.0, attention=0.0)
+
+
+def test_what_a_configuration_leaves_out():
+    assert Cost.of_config(SimpleNamespace(text_config=config_of())) == Cost.of_config(config_of())
+    assert Cost.of_config(vars(config_of())) == Cost.of_config(config_of())
+    assert Cost.of_config(config_of(head_dim=None, num_key_value_heads=None)) == Cost.of_config(
+        config_of(num_key_value_heads=16)
     )
-
-
-def test_a_mixture_counts_the_experts_a_token_meets():
-    mixture = config_of(num_experts_per_tok=8, moe_intermediate_size=768, shared_expert_intermediate_size=100)
-    assert Cost.of_config(mixture) == Cost.of_model(**{**QWEN3_1_7B, "intermediate_size": 8 * 768 + 100})
 
 
 @pytest.mark.parametrize("packer", [Tree, Sequence])

@@ -21,6 +21,7 @@ from agrpo.sections import Model, Optimizer
 from agrpo.train.loop import Trainer
 from agrpo.train.parity import ParityProbe
 from agrpo.train.ranks import Ranks, divide
+from agrpo.train.shares import Sharing
 
 BUDGET, GROUPS_PER_STEP = 512, 3
 
@@ -40,7 +41,7 @@ def main(model_path: str, stream: str) -> None:
         works = None
         if ranks.is_first:
             planner.rebuild(s for group in groups[first : first + GROUPS_PER_STEP] for s in group.samples)
-            works = divide(planner.flush(), "step")
+            works = divide(planner.flush(), Sharing())
         trainer.step(ranks.share(works))
         window = Window()
         trainer.figures.record(window, 1)

@@ -1,0 +1,63 @@
+"""The memory estimate against the peak of a real training step, and its rules by hand."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from agrpo.model.memory import estimate
+from agrpo.sections import Fsdp, Lora, Model
+
+TOLERANCE = 0.25
+TEXT = {"hidden_size": 4, "num_hidden_layers": 3, "vocab_size": 11, "num_attention_heads": 2, "num_key_value_heads": 1,
+        "head_dim": 3, "intermediate_size": 7}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", ["plain", "checkpointed"])
+def test_the_estimate_is_within_a_quarter_of_a_real_steps_peak(kind):
+    """On CPU: weights, gradients, two moments and the activations of one row, in a process of its own."""
+    here = Path(__file__)
+    environment = {**os.environ, "PYTHONPATH": str(here.parents[2]), "OMP_NUM_THREADS": "1"}
+    # Freed memory goes back at once, so that the peak is what was held together.
+    environment |= {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}
+    command = [sys.executable, str(here.with_name("memory_step.py")), kind]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout.splitlines()[-1])
+    assert found["expected"] == pytest.approx(found["real"], rel=TOLERANCE), found
+    assert found["expected"] > 1.2 * found["state"], "activations are part of the test"
+
+
+def test_parts_by_hand():
+    """1,000 parameters, 5 tokens: embeddings and head 2 * 11 * 4; a layer holds 8 * 4 + 7 * 6 + 4 * 7 = 102 values."""
+    plain = estimate(
+        Model(path="-", precision="no", gradient_checkpointing=False),
+        TEXT,
+        num_parameters=1000,
+        num_ranks=1,
+        row_tokens=5,
+    )
+    assert (plain.weights, plain.gradients, plain.optimizer, plain.compute_copy) == (4000, 4000, 8000, 0)
+    assert plain.activations == 5 * 4 * (3 * 102 + 51)
+    assert plain.logits == 4 * 4 * 5 * 11 + 4 * 11 * 4
+    checkpointed = estimate(Model(path="-"), TEXT, num_parameters=1000, num_ranks=1, row_tokens=5)
+    assert checkpointed.activations == 5 * 2 * (3 * 4 + 102 + 51)
+    assert checkpointed.compute_copy == 2000
+    half = estimate(Model(path="-"), TEXT, num_parameters=1000, num_ranks=2, row_tokens=5, optimizer="sgd", bucket_mb=1)
+    assert (half.weights, half.gradients, half.optimizer, half.compute_copy) == (2000, 2000, 0, 0)
+    assert half.gathered == 2 * (88 + 2 * (1000 - 88) / 3) + 6 * (1000 - 88) / 3
+    assert half.sync == 4000 + 4 * 44
+    assert half.peak == 2000 + 2000 + half.activations + half.logits + half.gathered
+
+
+def test_an_adapter_trains_few_and_an_unknown_shape_gives_no_activations():
+    section = Model(path="-", dtype="bfloat16", lora=Lora(enabled=True, r=2), fsdp=Fsdp(enabled=False))
+    adapter = estimate(section, TEXT, num_parameters=1000, num_ranks=1, row_tokens=5)
+    # Per layer: q 4 + 6, o 6 + 4, k and v 4 + 3 each, MLP 3 * (4 + 7) = 67 values per unit of rank.
+    assert adapter.weights == 2000
+    assert adapter.gradients == 2 * 3 * 2 * 67
+    unknown = estimate(Model(path="-"), None, num_parameters=1000, num_ranks=1, row_tokens=5)
+    assert (unknown.activations, unknown.logits, unknown.gathered) == (0, 0, 0)
