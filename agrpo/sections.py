@@ -17,6 +17,8 @@ class Run:
     num_processes: int | None = setting(
         None, "trainer ranks on this node; null = one per trainer device, 1 on CPU", ge=1
     )
+    num_nodes: int = setting(1, "machines with trainer ranks, as many on each; the others join by torchrun", ge=1)
+    master: str | None = setting(None, "HOST:PORT of this machine at which the nodes meet; needed with more than one")
     devices: dict[str, list[int]] | None = setting(None, "device split {trainer: [..], server: [..]}; null = planned")
     num_train_epochs: float = setting(3.0, "passes over the prompts; ignored when max_steps is set", gt=0)
     max_steps: int | None = setting(
@@ -37,6 +39,11 @@ class Run:
         0.1, "nats per token by which trainer and server may disagree at age 0 before a warning; null = never", gt=0
     )
     parity_stop: float | None = setting(0.5, "the same, before the run is ended and saved; null = never", gt=0)
+
+    @property
+    def num_ranks(self) -> int:
+        """Trainer ranks on all nodes; one per node where their number is not planned yet."""
+        return (self.num_processes or 1) * self.num_nodes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -77,6 +77,11 @@ def _run(run: Run, devices: Devices) -> Iterator[str]:
         yield from _importable("run.callbacks", path)
     if run.callbacks:
         yield "run.callbacks are not called by this version; leave the list empty"
+    if run.num_nodes > 1 and not re.fullmatch(r"[\w.-]+:\d{1,5}", run.master or ""):
+        yield (
+            f"run.num_nodes={run.num_nodes} needs the place where the nodes meet: set run.master=HOST:PORT, an address of this "
+            f"machine that the others reach and a free port, got {run.master}"
+        )
     num_gpus = 0 if run.use_cpu else len(devices.gpus)
     if run.devices is not None:
         yield from _device_split(run.devices, num_gpus)
@@ -149,8 +154,8 @@ def _checkpoint(config: Config) -> Iterator[str]:
 def _model(config: Config) -> Iterator[str]:
     model, run = config.model, config.run
     yield from model_problems(model)
-    if model.fsdp.enabled is False and (run.num_processes or 1) > 1:
-        yield f"model.fsdp.enabled=false needs run.num_processes=1, got {run.num_processes}: FSDP2 joins the ranks"
+    if model.fsdp.enabled is False and run.num_ranks > 1:
+        yield f"model.fsdp.enabled=false needs run.num_processes=1, got {run.num_ranks} ranks: FSDP2 joins them"
     if str(model.fsdp.options.get("version", model.fsdp.options.get("fsdp_version", 2))) != "2":
         yield "model.fsdp.options: only FSDP2 is supported; leave the version out"  # COMPAT-6
     for key in ("cp_size", "sp_size"):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import shlex
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -81,6 +82,8 @@ def trainer_launches(config: Config, run_dir: Path, ports: Ports) -> list[Launch
         # On CPU the ranks share the cores; a server of this run keeps one of them.
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
         shared["OMP_NUM_THREADS"] = str(max(1, (cores - is_managed(config)) // config.run.num_processes))
+    if config.run.num_nodes > 1:
+        return [Launch("trainer0", node_command(config, run_dir, 0), shared, _words(config, devices), is_agent=True)]
     launches = []
     for rank in range(config.run.num_processes):
         world = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": config.run.num_processes}
@@ -95,6 +98,28 @@ def trainer_launches(config: Config, run_dir: Path, ports: Ports) -> list[Launch
             )
         )
     return launches
+
+
+def node_command(config: Config, run_dir: Path, node: int) -> list[str]:
+    """torchrun with the ranks of one node; node 0 is this machine and runs it itself (CLI-12)."""
+    host, _, port = config.run.master.rpartition(":")
+    options = {
+        "nnodes": config.run.num_nodes,
+        "node-rank": node,
+        "nproc-per-node": config.run.num_processes,
+        "master-addr": host,
+        "master-port": port,
+    }
+    words = [word for key, value in options.items() for word in (f"--{key}", str(value))]
+    return [sys.executable, "-m", "torch.distributed.run", *words, "-m", "agrpo.train", str(run_dir.absolute())]
+
+
+def other_nodes(config: Config, run_dir: Path) -> list[str]:
+    """What is to be typed on the other machines, which share the run's folder."""
+    return [
+        f"on node {node}: torchrun {shlex.join(node_command(config, run_dir, node)[3:])}"
+        for node in range(1, config.run.num_nodes)
+    ]
 
 
 def rollout_launch(run_dir: Path) -> Launch:

@@ -8,7 +8,7 @@ from typing import Any
 
 from agrpo.config import Config
 from agrpo.config.model_folder import Shape, read_config, shape_of
-from agrpo.launch.plan import Ports, context_length, option_name, processes, server_urls, token_budget
+from agrpo.launch.plan import Ports, context_length, option_name, other_nodes, processes, server_urls, token_budget
 from agrpo.launch.processes import Launch
 from agrpo.model.memory import BYTES, Memory, estimate
 
@@ -42,6 +42,7 @@ def _processes(config: Config) -> list[str]:
         lines += _shown(planned.server)
     for launch in (planned.rollout, *planned.trainers):
         lines += _shown(launch)
+    lines += other_nodes(config, Path(config.run.output_dir))
     return lines + ["(ports are chosen at start; 8000 to 8002 stand for them)"]
 
 
@@ -51,11 +52,11 @@ def _shown(launch: Launch) -> list[str]:
 
 
 def _step(config: Config) -> list[str]:
-    num_rows = config.run.num_processes * config.run.gradient_accumulation_steps
+    num_rows = config.run.num_ranks * config.run.gradient_accumulation_steps
     budget = token_budget(config)
     size = config.rollout.group_size
     microbatches = config.run.gradient_accumulation_steps
-    shape = f"{microbatches} microbatch(es) x {config.run.num_processes} row(s) = {num_rows} row(s)"
+    shape = f"{microbatches} microbatch(es) x {config.run.num_ranks} row(s) = {num_rows} row(s)"
     if budget is None:
         return [f"{shape}; tokens per row = the server's max_model_len", f"groups of {size} rollouts"]
     longest = config.sampler.max_completion_length
@@ -73,7 +74,7 @@ def _memory(config: Config) -> list[str]:
     memory = trainer_memory(config, shape)
     lines = [
         f"model      {shape.num_parameters / 1e9:.2f} billion parameters (from {shape.source})",
-        f"trainer    {memory.peak / GIB:.1f} GiB per rank at the peak of a step, over {config.run.num_processes} rank(s)",
+        f"trainer    {memory.peak / GIB:.1f} GiB per rank at the peak of a step, over {config.run.num_ranks} rank(s)",
     ]
     parts = {
         "weights": memory.weights,
@@ -98,7 +99,7 @@ def trainer_memory(config: Config, shape: Shape) -> Memory:
         config.model,
         None if text is None else text.get("text_config") or text,
         num_parameters=shape.num_parameters,
-        num_ranks=config.run.num_processes,
+        num_ranks=config.run.num_ranks,
         row_tokens=token_budget(config),
         optimizer=config.optimizer.name,
         bucket_mb=getattr(config.sync, "bucket_mb", 0),
@@ -137,7 +138,7 @@ def _fit(config: Config, trainer_bytes: float) -> list[str]:
 def _derived(config: Config) -> list[str]:
     rollout, budget = config.rollout, token_budget(config)
     steps = f"{config.run.max_steps} steps" if config.run.max_steps else f"{config.run.num_train_epochs:g} epoch(s)"
-    rows = config.run.num_processes * config.run.gradient_accumulation_steps
+    rows = config.run.num_ranks * config.run.gradient_accumulation_steps
     window = f"max(max_staleness {rollout.max_staleness}, 1) steps of tokens"
     window += f", averaged over {rollout.allowance_window_steps} steps"
     values = {
@@ -153,7 +154,7 @@ def _derived(config: Config) -> list[str]:
         "sync": f"{option_name(config.sync)}, mode {config.sync.mode}, every {config.sync.every_steps} step(s)",
         "schedule": _schedule(config),
         "precision": f"weights {config.model.dtype}, forward and backward {config.model.precision}",
-        "fsdp": "on" if config.run.num_processes > 1 or config.model.fsdp.enabled else "off",
+        "fsdp": "on" if config.run.num_ranks > 1 or config.model.fsdp.enabled else "off",
         "loss.epsilon_high": _epsilon_high(config.loss),
         "data.seed": config.run.seed if getattr(config.data, "seed", None) is None else config.data.seed,
         "server.model_name": config.server.model_name or config.model.path,

@@ -26,6 +26,7 @@ class Launch:
     argv: list[str]
     environment: dict[str, str]
     devices: str = "cpu"  # in words, for the plan
+    is_agent: bool = False  # starts the process of this name and others, and stops them its own way
 
 
 @dataclass(slots=True)
@@ -39,6 +40,7 @@ class Child:
     popen: subprocess.Popen
     run_dir: Path
     started_at: float = field(default_factory=time.time)
+    is_agent: bool = False
 
     @property
     def code(self) -> int | None:
@@ -58,8 +60,16 @@ class Child:
         return _read_json(self.run_dir / "state" / f"{self.name}.exit.json")
 
     def terminate(self) -> None:
-        """SIGTERM to the process alone: what it started is its own to end."""
-        self.popen.send_signal(signal.SIGTERM)
+        """SIGTERM to the process alone: what it started is its own to end.
+
+        An agent would give its ranks half a minute; the rank itself finishes its step, saves and tells all the others.
+        """
+        beat = self.beat() if self.is_agent else None
+        if beat is None:
+            self.popen.send_signal(signal.SIGTERM)
+        elif self.code is None:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(beat["pid"], signal.SIGTERM)
 
     def kill_group(self) -> None:
         with contextlib.suppress(ProcessLookupError, PermissionError):
@@ -88,7 +98,7 @@ def spawn(launch: Launch, run_dir: Path) -> Child:
             env=environment,
             start_new_session=True,
         )
-    return Child(launch.name, popen, run_dir)
+    return Child(launch.name, popen, run_dir, is_agent=launch.is_agent)
 
 
 def _environment() -> dict[str, str]:

@@ -111,6 +111,8 @@ class Supervisor:
         for launch in self.processes.trainers:
             self.console.phase(launch.name, f"starting on {launch.devices}")
             self.trainers.append(spawn(launch, self.run_dir))
+        for line in plan.other_nodes(self.config, self.run_dir):
+            self.console.note(line)
         self.console.phase("rollout", "starting")
         self.rollout = spawn(self.processes.rollout, self.run_dir)
 

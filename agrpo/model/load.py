@@ -45,6 +45,20 @@ def load_model(section: Any, device: torch.device | str) -> torch.nn.Module:
     return prepare(model, section).to(device)
 
 
+def skeleton(section: Any) -> torch.nn.Module:
+    """As `load_model`, without storage and values; raises ConfigError for what the configuration alone refuses."""
+    require_transformers(transformers.__version__)
+    attention.register()
+    config = load_config(section)
+    refuse_config(config)
+    kwargs = {"attn_implementation": attention.NAME, **_source(section)}
+    if section.dtype != "auto":
+        kwargs["dtype"] = getattr(torch, section.dtype)
+    with torch.device("meta"):
+        model = _loader(config).from_config(config, **kwargs)
+        return prepare(model, section)
+
+
 def prepare(model: torch.nn.Module, section: Any) -> torch.nn.Module:
     """Training mode without dropout, frozen outside the text model or the adapter, activations recomputed (MODEL-6, 7)."""
     delta.bind(model)

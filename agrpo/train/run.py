@@ -17,9 +17,9 @@ from agrpo.lifecycle import Life, Runtime
 from agrpo.metrics.sinks import open_sinks
 from agrpo.metrics.summary import write_summary
 from agrpo.model import checkpoint as checkpoints
-from agrpo.model.load import load_model, load_tokenizer
+from agrpo.model.load import load_tokenizer
 from agrpo.model.optim import Updater
-from agrpo.model.shard import open_mesh, shard
+from agrpo.model.spread import open_model
 from agrpo.sync.control import ServerControl
 from agrpo.train import opening
 from agrpo.train.evaluation import FinalEvaluations
@@ -63,8 +63,7 @@ class TrainRun:
         self.ranks = Ranks(config.run.use_cpu, config.run.collective_timeout)
         seed_all(config.run.seed, config.run.full_determinism)
         self.life.beat("loading the model")
-        self.model, self.tokenizer = load_model(config.model, self.ranks.device), load_tokenizer(config.model)
-        shard(self.model, config.model, open_mesh(config.model, self.ranks.device))
+        self.model, self.tokenizer = open_model(config.model, self.ranks.device), load_tokenizer(config.model)
         scaled = config.model.precision == "fp16"
         self.sharing = Sharing.of(config.loss, config.sampler.max_completion_length)
         num_updates = config.run.max_steps and config.run.max_steps * self.sharing.num_updates

@@ -7,8 +7,9 @@ import importlib
 import json
 import sys
 
-NAMES = ("help", "dry_run", "planner", "tree_step", "client", "rollout", "faults", "turns", "agent_turns", "overlap", "sync_gloo")
-ON_REQUEST = ("rollout_trl",)  # installs a package of its own
+NAMES = ("help", "dry_run", "planner", "tree_step", "client", "rollout", "faults", "turns", "agent_turns", "overlap", "sync_gloo",
+         "ranks", "feeding")  # fmt: skip
+ON_REQUEST = ("rollout_trl", "planner_trl")  # install a package of their own
 
 
 def main(names: list[str]) -> int:

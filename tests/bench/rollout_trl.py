@@ -28,7 +28,7 @@ INSTALL_LIMIT_S, RUN_LIMIT_S = 600, 300
 def run() -> list[dict[str, Any]]:
     with tempfile.TemporaryDirectory() as folder, stub_server(tokens=TOKENS, heads=0, bodies=16) as url:
         try:
-            python = _python(Path(os.environ.get("AGRPO_BENCH_VENVS") or folder) / "trl-1.16")
+            python = open_environment(folder)
         except (subprocess.SubprocessError, OSError) as error:
             detail = getattr(error, "stderr", None) or str(error)
             text = f"TRL could not be installed: {detail.strip().splitlines()[-1]}"
@@ -48,8 +48,9 @@ def run() -> list[dict[str, Any]]:
     ]
 
 
-def _python(folder: Path) -> str:
-    """The interpreter of the environment in `folder`, made if it is not there."""
+def open_environment(kept: str) -> str:
+    """The interpreter of the environment with TRL in `kept`, or where AGRPO_BENCH_VENVS says; made if it is not there."""
+    folder = Path(os.environ.get("AGRPO_BENCH_VENVS") or kept) / "trl-1.16"
     python = folder / "bin" / "python"
     if not (folder / "made").exists():
         subprocess.run(

@@ -6,6 +6,8 @@ FOLDER/replicate is the number of copies of the sharded model.
 Two rows a step: one per rank, or both on the one rank. The second row of the second step has no loss term.
 """
 
+import dataclasses
+import shutil
 import sys
 from datetime import timedelta
 from pathlib import Path
@@ -20,6 +22,7 @@ from agrpo.model.load import load_model
 from agrpo.model.moe import balance_of
 from agrpo.model.optim import Updater
 from agrpo.model.shard import open_mesh, shard
+from agrpo.model.spread import open_model
 from agrpo.model.terms import DeviceRow, token_terms
 from agrpo.model.weights import checkpoint_names, full_tensors, gathered, parameters_by_name
 from agrpo.sections import Fsdp, Lora, Model, Optimizer
@@ -51,6 +54,14 @@ def aux_share(model, terms, num_rows: int):
     return 0.0 if terms.aux_loss is None else balance_of(model).coefficient / num_rows * terms.aux_loss
 
 
+def _without_weights(folder: Path, section: Model) -> Model:
+    """Other ranks than the first get along with the configuration."""
+    bare = folder / "bare"
+    bare.mkdir(exist_ok=True)
+    shutil.copy(folder / "model" / "config.json", bare)
+    return dataclasses.replace(section, path=str(bare))
+
+
 def over_bfloat16(folder: Path, rank: int, world_size: int) -> dict:
     """One update of a float32 adapter on frozen bfloat16 weights."""
     section = section_of(folder, dtype="bfloat16", precision="bf16")
@@ -68,8 +79,7 @@ def main(folder: Path, rank: int, world_size: int) -> None:
     dist.init_process_group("gloo", f"file://{folder}/store{world_size}", timedelta(seconds=60), world_size, rank)
     section = section_of(folder)
     torch.manual_seed(11)  # the adapter's start, the same on every rank
-    model = load_model(section, "cpu")
-    shard(model, section, open_mesh(section, "cpu"))
+    model = open_model(section if rank == 0 else _without_weights(folder, section), "cpu")
     updater = Updater(model, Optimizer(learning_rate=1e-2, max_grad_norm=0.05, weight_decay=0.1), None)
     trained = [(n, p) for n, p in parameters_by_name(model) if p.requires_grad]
     seen = {"losses": [], "norms": [], "grads": {}}
