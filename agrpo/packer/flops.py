@@ -130,8 +130,9 @@ def _mlp(read: _Reader, layer: int) -> float:
     if not met or is_dense or (layer + 1) % (read("decoder_sparse_step") or 1):
         return 6.0 * hidden * read("intermediate_size")
     width = read("moe_intermediate_size") or read("intermediate_size")
-    shared = read("shared_expert_intermediate_size") or (read("n_shared_experts") or 0) * width
-    return 6.0 * hidden * (met * width + shared) + 2.0 * hidden * (num_experts or 0)
+    gated = read("shared_expert_intermediate_size") or 0  # has a gate of one column
+    shared = gated or (read("n_shared_experts") or 0) * width
+    return 6.0 * hidden * (met * width + shared) + 2.0 * hidden * ((num_experts or 0) + bool(gated))
 
 
 def _first(read: _Reader, *keys: str) -> Any:

@@ -34,15 +34,31 @@ def counted(model: torch.nn.Module, tokens: int) -> int:
     return counter.get_total_flops()
 
 
-@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize("name", sorted(set(CONFIGS) - {"hybrid"}))
 def test_operations_equal_those_of_the_model(name):
-    """Eager attention computes every pair of positions; shares of experts and of the delta rule's chunks are not exact."""
+    """Eager attention computes every pair of positions."""
     config = CONFIGS[name]()
     torch.manual_seed(3)
     model, flops, tokens = hf.AutoModelForCausalLM.from_config(config).eval(), Flops.of_config(config), 7
     pairs = flops.per_context + sum(cost for _, cost in flops.windows)
     expected = (flops.per_token + flops.per_term) * tokens + pairs * tokens**2
-    assert counted(model, tokens) == pytest.approx(expected, rel=1e-3 if name != "hybrid" else 0.3)
+    assert counted(model, tokens) == pytest.approx(expected, rel=1e-3)
+
+
+def test_operations_of_a_hybrid_follow_from_its_weights():
+    """Two for each weight that a token meets, 2 of 5 experts, and 6 * 4 heads * 6 * 6 for each of 3 recurrences.
+
+    The reference kernel works on chunks of 64 padded tokens, so its operations say nothing of a token's.
+    """
+    config = CONFIGS["hybrid"]()
+    with torch.device("meta"):
+        model = hf.AutoModelForCausalLM.from_config(config)
+    met = sum(
+        p.numel() * (2 / 5 if ".experts." in name else 1)
+        for name, p in model.model.layers.named_parameters()
+        if p.ndim > 1
+    )
+    assert Flops.of_config(config).per_token == pytest.approx(2 * met + 3 * 6 * 4 * 6 * 6)
 
 
 def test_a_rows_operations_by_hand():
