@@ -31,7 +31,7 @@ def open_model(section: Any, device: torch.device | str) -> torch.nn.Module:
     groups = _tied(model)
     _empty(model)
     shard(model, section, mesh)
-    model.to_empty(device=device)
+    model.to_empty(device="cpu" if section.fsdp.options.get("cpu_offload") else device)
     for first, *others in groups:
         for module, name in others:
             module._parameters[name] = first[0]._parameters[first[1]]
@@ -98,7 +98,9 @@ def _fill(module: Any, name: str, tensor: Any, source: Any, like: torch.Tensor, 
     if isinstance(tensor, DTensor):
         part = distribute_tensor(full, tensor.device_mesh, tensor.placements, src_data_rank=None)
         tensor.to_local().copy_(part.to_local())
-    elif name in module._parameters or name in module._buffers:
+    elif name in module._parameters:
         tensor.copy_(full)
+    elif name in module._buffers:
+        module._buffers[name] = full  # on the device also where shards are kept in main memory
     else:
         setattr(module, name, full)
