@@ -1,6 +1,6 @@
 """Our planner and TRL's, on the same samples, in turns in one run: placing samples in rows, and the rows as arrays.
 
-128 samples of 4,096 tokens in groups of 8 with a common prompt of 1,024, 4 rows of 65,536 tokens; log-probs of the sampled
+64 samples of 4,096 tokens in groups of 8 with a common prompt of 1,024, 4 rows of 65,536 tokens; log-probs of the sampled
 token only, which is all TRL's rows carry. Processor seconds, the median of several rounds. TRL is installed from the registry
 into an environment of its own, as for `rollout_trl`.
 """
@@ -19,7 +19,7 @@ import numpy as np
 from tests.bench.planner import best_time_s, make_samples, plan
 from tests.bench.rollout_trl import RUN_LIMIT_S, open_environment
 
-SAMPLES, ROUNDS, LIMIT = 128, 3, 100.0
+SAMPLES, ROUNDS, LIMIT = 64, 3, 100.0
 
 
 def run() -> list[dict[str, Any]]:

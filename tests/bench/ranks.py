@@ -1,8 +1,8 @@
 """Two FSDP2 ranks against one on CPU: time and memory of a step, and how long the faster rank would wait for the slower.
 
 Qwen3 architecture, 4 layers, hidden 512, vocabulary 4,096, float32, AdamW, checkpointed, one thread per rank. Both train the
-same two rows a step, planned for two ranks; one rank runs them one after the other. balanced: 16 answers of 256 tokens to 2
-prompts; unbalanced: 16 answers of 16 to 1,024 tokens. Times are processor seconds of each rank's forward, backward and
+same two rows a step, planned for two ranks; one rank runs them one after the other. balanced: 16 answers of 64 tokens to 2
+prompts; unbalanced: 16 answers of 4 to 256 tokens. Times are processor seconds of each rank's forward, backward and
 update, the median of several steps: a rank that waits for the other uses none, so the idle share of a step is
 1 - mean / largest over the ranks. As a reference, the same samples dealt out in turn instead of planned.
 """
@@ -36,7 +36,7 @@ from agrpo.train.ranks import Work, divide
 from agrpo.train.shares import Sharing
 from agrpo.types import Microbatch, Row, Sample, Step
 
-_VOCABULARY, _BUDGET, _REPEATS, _LIMIT_S = 4096, 8192, 3, 600
+_VOCABULARY, _BUDGET, _REPEATS, _LIMIT_S = 4096, 8192, 3, 900
 
 
 def run() -> list[dict[str, Any]]:
@@ -124,11 +124,11 @@ def _model() -> torch.nn.Module:
 
 
 def _samples(seed: int | None) -> list[Sample]:
-    """16 answers to two prompts of 128 tokens, 8 each: of 256 tokens, or with a seed of 16 to 1,024."""
+    """16 answers to two prompts of 128 tokens, 8 each: of 64 tokens, or with a seed of 4 to 256."""
     rng = np.random.default_rng(seed or 0)
     prompts, samples = rng.integers(0, _VOCABULARY, (2, 128)), []
     for index in range(16):
-        length = 256 if seed is None else int(2 ** rng.uniform(4, 10))
+        length = 64 if seed is None else int(2 ** rng.uniform(2, 8))
         tokens = np.concatenate([prompts[index // 8], rng.integers(0, _VOCABULARY, length)]).astype(np.int32)
         mask = np.arange(len(tokens)) >= 128
         samples.append(
