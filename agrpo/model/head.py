@@ -1,64 +1,23 @@
-"""The output head at positions with a loss term, chunked over tokens: [tokens, vocabulary] never exists (LOSS-14).
+"""The output head at positions with a loss term, one slice of the vocabulary at a time: [tokens, vocabulary] never exists.
 
-The backward pass recomputes each chunk of logits and accumulates the weight gradient in float32: rounding every chunk
-to bfloat16 would bias it.
+The backward pass makes each slice of logits again. A slice of the weight's gradient is one product over all terms, so it
+is written once and rounded once: rounding the parts of a sum to bfloat16 would bias it (LOSS-14).
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import importlib.util
+from collections.abc import Iterable, Iterator
+from types import ModuleType
 
 import torch
-import torch.nn.functional as F
 
-_CHUNK_LOGITS = 1 << 24  # logits per chunk, 64 MiB in float32
+from agrpo.model import head_torch
+from agrpo.model.candidates import Kept
+from agrpo.model.head_torch import Scaling
 
-
-@dataclass(frozen=True, slots=True)
-class Scaling:
-    """What turns the head's product into the logits that are sampled from (LOSS-1, LOSS-15)."""
-
-    temperature: float = 1.0
-    multiplier: float = 1.0
-    softcap: float | None = None
-
-    @staticmethod
-    def of(model: torch.nn.Module, temperature: float) -> Scaling:
-        """The final soft cap and logit scale of the model's config, as its own head applies them."""
-        config = model.config.get_text_config()
-        multiplier = getattr(config, "logit_scale", None) or getattr(config, "lm_head_multiplier", None) or 1.0
-        divisor = getattr(config, "logits_scaling", None) or 1.0
-        return Scaling(temperature, multiplier / divisor, getattr(config, "final_logit_softcapping", None))
-
-    def forward(self, product: torch.Tensor) -> torch.Tensor:
-        """In place."""
-        if self.multiplier != 1.0:
-            product *= self.multiplier
-        if self.softcap is not None:
-            product.div_(self.softcap).tanh_().mul_(self.softcap)
-        return product.div_(self.temperature) if self.temperature != 1.0 else product
-
-    def backward(self, grad: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
-        """In place: gradient of the product from that of the logits."""
-        if self.softcap is not None:
-            grad *= 1 - (logits * (self.temperature / self.softcap)) ** 2
-        return grad.mul_(self.multiplier / self.temperature)
-
-
-@dataclass(frozen=True, slots=True)
-class Kept:
-    """Candidate sets per loss term, flat: term `terms[i]` keeps token `ids[i]`, terms ascending (SAMP-1, SAMP-7)."""
-
-    ids: torch.Tensor  # [C] int64
-    terms: torch.Tensor  # [C] int64
-    offsets: tuple[int, ...]  # [M + 1] first entry of each term, on the host
-
-    def dropped(self, first: int, last: int, vocabulary: int) -> torch.Tensor:
-        """[last - first, V] true outside the candidate sets of these terms."""
-        span = slice(self.offsets[first], self.offsets[last])
-        dropped = torch.ones(last - first, vocabulary, dtype=torch.bool, device=self.ids.device)
-        dropped[self.terms[span] - first, self.ids[span]] = False
-        return dropped
+SLICE_LOGITS = {"cpu": 1 << 22, "cuda": 1 << 24}  # logits of one slice: 16 MiB in float32 stay in a processor's cache
+_LEAST_WIDTH = 256  # of a slice; products of narrower ones are slow
 
 
 def head_terms(
@@ -72,66 +31,125 @@ def head_terms(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Log-probs of the targets [M] and of `head_ids` [M, K] (-inf outside the candidate set), and the entropy [M].
 
-    `hidden` is [M, H], `weight` [V, H]. Gradients reach hidden, weight and bias, not through the entropy (LOSS-16).
+    `hidden` is [M, H], `weight` [V, H], of one dtype. Gradients reach hidden, weight and bias, not through the entropy
+    (LOSS-16).
     """
-    return _HeadTerms.apply(hidden, weight, bias, target_ids, head_ids.clamp(min=0), scaling, kept)
-
-
-def _logits(hidden, weight, bias, scaling: Scaling) -> torch.Tensor:
-    product = F.linear(hidden, weight, bias)
-    return scaling.forward(product.to(torch.promote_types(product.dtype, torch.float32)))
-
-
-def _chunks(terms: int, vocabulary: int) -> list[tuple[int, int]]:
-    size = max(1, _CHUNK_LOGITS // vocabulary)
-    return [(first, min(first + size, terms)) for first in range(0, terms, size)]
+    ids = torch.cat([target_ids[:, None], head_ids.clamp(min=0)], 1)
+    logprobs, entropy = _HeadTerms.apply(hidden, weight, bias, ids, scaling, kept)
+    return logprobs[:, 0], logprobs[:, 1:], entropy
 
 
 class _HeadTerms(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, hidden, weight, bias, target_ids, head_ids, scaling, kept):
-        terms, exact = len(target_ids), torch.promote_types(hidden.dtype, torch.float32)
-        logprobs, log_mass, entropy = (hidden.new_empty(terms, dtype=exact) for _ in range(3))
-        head_logprobs = hidden.new_empty(head_ids.shape, dtype=exact)
-        for first, last in _chunks(terms, len(weight)):
-            at = slice(first, last)
-            logits = _logits(hidden[at], weight, bias, scaling)
-            mass = logits.logsumexp(-1)
-            entropy[at] = mass - (torch.softmax(logits, -1) * logits).sum(-1)
-            target = logits.gather(1, target_ids[at, None]).squeeze(1)
-            if kept is not None:
-                logits.masked_fill_(kept.dropped(first, last, len(weight)), -torch.inf)
-                mass = logits.logsumexp(-1)
-            logprobs[at], log_mass[at] = target - mass, mass
-            head_logprobs[at] = logits.gather(1, head_ids[at]) - mass[:, None]
-        ctx.save_for_backward(hidden, weight, bias, target_ids, head_ids, log_mass)
-        ctx.scaling, ctx.kept = scaling, kept
-        ctx.mark_non_differentiable(entropy)
-        return logprobs, head_logprobs, entropy
+    """From hidden states to log-probs of `ids` [M, K + 1] and entropy [M]."""
 
     @staticmethod
-    def backward(ctx, grad_logprobs, grad_head_logprobs, _):
-        hidden, weight, bias, target_ids, head_ids, log_mass = ctx.saved_tensors
-        exact, (for_hidden, for_weight, for_bias, *_) = log_mass.dtype, ctx.needs_input_grad
-        grad_hidden = torch.zeros_like(hidden) if for_hidden else None
-        grad_weight = torch.zeros_like(weight, dtype=exact) if for_weight else None
-        grad_bias = torch.zeros_like(bias, dtype=exact) if for_bias else None
-        for first, last in _chunks(len(target_ids), len(weight)):
-            at = slice(first, last)
-            logits = _logits(hidden[at], weight, bias, ctx.scaling)
-            grad = (logits - log_mass[at, None]).exp_()
-            if ctx.kept is not None:
-                grad.masked_fill_(ctx.kept.dropped(first, last, len(weight)), 0.0)
-            grad *= -(grad_logprobs[at] + grad_head_logprobs[at].sum(-1))[:, None]
-            grad.scatter_add_(1, target_ids[at, None], grad_logprobs[at, None])
-            grad.scatter_add_(1, head_ids[at], grad_head_logprobs[at])
-            grad = ctx.scaling.backward(grad, logits)
-            if for_bias:
-                grad_bias += grad.sum(0)
-            grad = grad.to(hidden.dtype)
-            if for_hidden:
-                grad_hidden[at] = grad @ weight
-            if for_weight:
-                grad_weight += grad.T @ hidden[at]
-        grad_weight = grad_weight.to(weight.dtype) if for_weight else None
-        return grad_hidden, grad_weight, grad_bias.to(bias.dtype) if for_bias else None, None, None, None, None
+    def forward(ctx, hidden, weight, bias, ids, scaling, kept):
+        products = _Products(hidden, weight, bias)
+        statistics = _kernels(hidden).Statistics(ids, scaling, products.exact)
+        kept_logits = None if kept is None else kept.ids.new_empty(len(kept.ids), dtype=products.exact)
+        for first, tile, _ in products.slices():
+            if kept is not None:
+                kept.pick(tile, first, kept_logits)
+            statistics.add(tile, first)
+        logits, log_mass, entropy = statistics.result()
+        if kept is not None:
+            scaling.forward(kept_logits)
+            log_mass = kept.log_mass(kept_logits, len(ids))
+            logits = logits.masked_fill(~kept.places(ids)[1], -torch.inf)
+        ctx.save_for_backward(hidden, weight, bias, ids, log_mass, kept_logits)
+        ctx.scaling, ctx.kept = scaling, kept
+        ctx.mark_non_differentiable(entropy)
+        return logits - log_mass[:, None], entropy
+
+    @staticmethod
+    def backward(ctx, grad, _):
+        hidden, weight, bias, ids, log_mass, kept_logits = ctx.saved_tensors
+        products = _Products(hidden, weight, bias, *ctx.needs_input_grad[:3])
+        if ctx.kept is None:
+            derivative = _kernels(hidden).Derivative(ids, grad, log_mass, ctx.scaling, products.operand)
+            for first, tile, part in products.slices():
+                products.add(derivative.of(tile, first), first, part)
+        else:
+            values = ctx.kept.derivative(kept_logits, log_mass, ids, grad, ctx.scaling)
+            for first, last in products.bounds:
+                products.add_entries(first, last, ctx.kept.chunks(values, first, last))
+        return *products.gradients(), None, None, None
+
+
+def _kernels(hidden: torch.Tensor) -> ModuleType:
+    """The element-wise work on a slice: one Triton kernel on a GPU, a handful of torch operations elsewhere."""
+    if hidden.is_cuda and hidden.dtype != torch.float64 and importlib.util.find_spec("triton") is not None:
+        from agrpo.model import head_triton
+
+        return head_triton
+    return head_torch
+
+
+class _Products:
+    """The products of hidden states, weight and logits' gradient by slices of the vocabulary, all summed in `exact`.
+
+    `operand` is the dtype that is multiplied. On a GPU that of the weight, with sums in float32; a processor has no such
+    product, and its float32 product is no slower.
+    """
+
+    def __init__(self, hidden, weight, bias, for_hidden=False, for_weight=False, for_bias=False):
+        self._weight, self._bias = weight, bias
+        self.exact = torch.promote_types(hidden.dtype, torch.float32)
+        self.operand = hidden.dtype if hidden.is_cuda else self.exact
+        self._hidden = hidden.to(self.operand)
+        width = max(_LEAST_WIDTH, SLICE_LOGITS["cuda" if hidden.is_cuda else "cpu"] // max(len(hidden), 1))
+        starts = range(0, len(weight), width)
+        self.bounds = [(first, min(first + width, len(weight))) for first in starts]
+        self.grad_hidden = torch.zeros_like(hidden, dtype=self.exact) if for_hidden else None
+        self.grad_weight = torch.empty_like(weight) if for_weight else None
+        self.grad_bias = torch.zeros_like(bias, dtype=self.exact) if for_bias else None
+
+    def slices(self) -> Iterator[tuple[int, torch.Tensor, torch.Tensor]]:
+        """First id, the head's product [M, w] in a buffer that the next one overwrites, and that part of the weight."""
+        rows, widest = len(self._hidden), max(last - first for first, last in self.bounds)
+        buffer = self._hidden.new_empty(rows * widest, dtype=self.exact)
+        for first, last in self.bounds:
+            part = self._weight[first:last].to(self.operand)
+            tile = buffer[: rows * (last - first)].view(rows, last - first)
+            if self.operand == self.exact:
+                torch.mm(self._hidden, part.T, out=tile)
+            else:
+                torch.mm(self._hidden, part.T, out_dtype=self.exact, out=tile)
+            if self._bias is not None:
+                tile += self._bias[first:last]
+            yield first, tile, part
+
+    def add(self, grad: torch.Tensor, first: int, part: torch.Tensor) -> None:
+        """Take in the gradient [M, w] of the slice whose weight is `part`."""
+        at = slice(first, first + len(part))
+        if self.grad_bias is not None:
+            self.grad_bias[at] = grad.sum(0, dtype=self.exact)
+        if self.grad_weight is not None and self.grad_weight.dtype == self.operand:
+            torch.mm(grad.T, self._hidden, out=self.grad_weight[at])
+        elif self.grad_weight is not None:
+            self.grad_weight[at] = grad.T @ self._hidden
+        if self.grad_hidden is not None and self.operand == self.exact:
+            self.grad_hidden.addmm_(grad, part)
+        elif self.grad_hidden is not None:
+            torch.addmm(self.grad_hidden, grad, part, out_dtype=self.exact, out=self.grad_hidden)
+
+    def add_entries(self, first: int, last: int, chunks: Iterable[tuple[torch.Tensor, ...]]) -> None:
+        """Take in a slice's gradient that is 0 but for entries: chunks of (values, terms, ids), each [c]."""
+        at = slice(first, last)
+        part, grad_part = self._weight[at].to(self.exact), None
+        if self.grad_weight is not None:
+            grad_part = torch.zeros_like(part)
+        for values, terms, ids in chunks:
+            if self.grad_hidden is not None:
+                self.grad_hidden.index_add_(0, terms, values[:, None] * part[ids - first])
+            if grad_part is not None:
+                grad_part.index_add_(0, ids - first, values[:, None] * self._hidden[terms])
+            if self.grad_bias is not None:
+                self.grad_bias.index_add_(0, ids, values)
+        if grad_part is not None:
+            self.grad_weight[at] = grad_part
+
+    def gradients(self) -> tuple[torch.Tensor | None, ...]:
+        """Of hidden, weight and bias, in their dtypes; None where not asked for."""
+        sums = (self.grad_hidden, self.grad_weight, self.grad_bias)
+        return tuple(None if x is None else x.to(self._weight.dtype) for x in sums)

@@ -7,7 +7,9 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from agrpo.model.head import Kept, Scaling, head_terms
+from agrpo.model.candidates import Kept
+from agrpo.model.head import head_terms
+from agrpo.model.head_torch import Scaling
 from agrpo.model.moe import balance_of
 from agrpo.model.plan import TreePlan
 from agrpo.types import Row
@@ -46,10 +48,7 @@ class DeviceRow:
 
         positions, kept, counts = ids(row.position_ids), None, None
         if row.candidates is not None:
-            sizes = np.diff(row.candidates.offsets)
-            terms = np.repeat(np.arange(len(sizes)), sizes)
-            kept = Kept(ids(row.candidates.values), ids(terms), tuple(row.candidates.offsets.tolist()))
-            counts = ids(sizes)
+            kept, counts = Kept.of(row.candidates, device), ids(np.diff(row.candidates.offsets))
         return DeviceRow(
             token_ids=ids(row.token_ids),
             position_ids=positions,

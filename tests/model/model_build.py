@@ -37,6 +37,7 @@ FAMILIES = {
         "rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5, "mrope_section": [1, 1, 0]}}),
     "qwen3_next": (hf.Qwen3NextConfig, {**_DELTA, **_EXPERTS, "shared_expert_intermediate_size": 16}),
     "qwen3_moe": (hf.Qwen3MoeConfig, _EXPERTS),
+    "hyperclovax": (hf.HyperCLOVAXConfig, {"logits_scaling": 0.3}),
 }  # fmt: skip
 
 
