@@ -9,7 +9,7 @@ import sys
 
 NAMES = ("help", "dry_run", "planner", "tree_step", "client", "rollout", "faults", "turns", "agent_turns", "overlap", "sync_gloo",
          "ranks", "feeding")  # fmt: skip
-ON_REQUEST = ("rollout_trl", "planner_trl")  # install a package of their own
+ON_REQUEST = ("rollout_trl", "planner_trl", "head", "head_trl")  # take long, or install a package of their own
 
 
 def main(names: list[str]) -> int:
