@@ -14,8 +14,6 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from tests.bench.head_child import VOCABULARY, fused, inputs, plain, total
 
 TERMS, ROUNDS, ERROR_TERMS, LIMIT_S = 4096, 2, 128, 900
