@@ -134,6 +134,96 @@ def serve_check(
     _leave_with(lambda: runner.run(request, lambda job: check.serve_check(job, as_json, probe)))
 
 
+DOCTOR_HELP = """Look at everything that can go wrong before a long run. OVERRIDES are those of agrpo train.
+
+Versions, devices, network, configuration, memory and disk; the first prompts as the model reads them and whether the chat
+template keeps them; every reward function on real rows in the run's own worker processes; tools and environments; the
+server with all checks of agrpo serve-check; and one tiny step through every process of the run. Each failure comes with
+its fix and hides no other. Ends with exit code 0, or 4 if something failed.
+
+\b
+Examples:
+  agrpo doctor +recipe=quickstart
+  agrpo doctor +recipe=deepmath --no-server             only what needs no server
+  agrpo doctor +recipe=deepmath --json > doctor.json
+"""
+
+
+@app.command(help=DOCTOR_HELP)
+def doctor(
+    overrides: Annotated[list[str] | None, typer.Argument(metavar="OVERRIDES", show_default=False)] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+    no_server: Annotated[bool, typer.Option("--no-server", help="Start no server: leave its checks and the step out.")] = False,
+    limit: Annotated[float, typer.Option(min=1, metavar="SECONDS", help="For each part without a server.")] = 120,
+    step_limit: Annotated[
+        float, typer.Option(min=1, metavar="SECONDS", help="For the step, beyond server.timeout.")
+    ] = 600,
+    config_dir: Annotated[str | None, typer.Option(help="Folder with more YAML, as for train.")] = None,
+) -> None:
+    from agrpo.config import runner
+    from agrpo.launch import doctor as examining
+
+    request = runner.Request(list(overrides or []), config_dir=config_dir)
+    options = examining.Options(as_json, not no_server, limit, step_limit)
+    _leave_with(lambda: examining.examine(request, options))
+
+
+EVAL_HELP = """Play the evaluations of a configuration for MODEL, a folder or a Hub id, with a server started for it.
+
+OVERRIDES are those of agrpo train; the group eval says what is asked. The mean reward comes with its 95 % interval over
+prompts (normal approximation), pass@k is the unbiased estimate. Results go to evaluation.json in run.output_dir.
+
+\b
+Examples:
+  agrpo eval runs/quickstart/2026-01-31_12-00-00/model +recipe=quickstart
+  agrpo eval MODEL +recipe=quickstart eval.heldout.num_rollouts=8 'eval.heldout.pass_at=[1,4,8]' --json
+"""
+
+
+@app.command("eval", help=EVAL_HELP)
+def evaluate(
+    model: Annotated[str, typer.Argument(metavar="MODEL")],
+    overrides: Annotated[list[str] | None, typer.Argument(metavar="OVERRIDES", show_default=False)] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+    config_dir: Annotated[str | None, typer.Option(help="Folder with more YAML, as for train.")] = None,
+) -> None:
+    from agrpo.config import runner
+    from agrpo.launch import evaluate as evaluating
+
+    quoted = "'" + model.replace("\\", "\\\\").replace("'", "\\'") + "'"  # a path may hold what the override grammar reads
+    request = runner.Request([*(overrides or []), f"model.path={quoted}"], config_dir=config_dir)
+    _leave_with(lambda: runner.run(request, lambda job: evaluating.evaluate(job, as_json)))
+
+
+EXPORT_HELP = """Write a Hugging Face folder from a run or one of its checkpoints. RUN is a run's folder, or checkpoints/step-NNNNNN in it.
+
+Of a run's folder the finished model is taken, else its newest checkpoint.
+
+\b
+Examples:
+  agrpo export runs/quickstart/2026-01-31_12-00-00 --output my-model
+  agrpo export RUN/checkpoints/step-000040 --adapter    the LoRA adapter alone, in PEFT's format
+  agrpo export RUN --push owner/name                    also upload it, with the host's login or HF_TOKEN
+"""
+
+
+@app.command(help=EXPORT_HELP)
+def export(
+    run: Annotated[Path, typer.Argument(metavar="RUN")],
+    output: Annotated[Path | None, typer.Option(help="Folder to write; default RUN/export/STEP-KIND.")] = None,
+    merged: Annotated[bool, typer.Option("--merged", help="The whole model, a LoRA adapter merged in (default).")] = False,
+    adapter: Annotated[bool, typer.Option("--adapter", help="The LoRA adapter alone.")] = False,
+    push: Annotated[str | None, typer.Option(metavar="OWNER/NAME", help="Upload the folder to this repository.")] = None,
+    private: Annotated[bool, typer.Option("--private", help="Make a new repository private.")] = False,
+) -> None:
+    from agrpo.launch import export as exporting
+
+    if merged and adapter:
+        raise typer.BadParameter("give --merged or --adapter, not both")
+    kind = "adapter" if adapter else "merged" if merged else None
+    _leave_with(lambda: print(exporting.export(run, output, kind, push, private)))
+
+
 VIEW_HELP = """List the rollouts that a run recorded, or show one. RUN is a run's folder, or a folder of dumped rollouts.
 
 \b

@@ -176,7 +176,6 @@ def test_all_faults_are_reported_together():
         (["data=none", "env.factory=null"], ["run.max_steps"]),
         (["sync.mode=lora"], ["sync.mode", "lora"]),
         # What this version has no use for is refused, never ignored.
-        (["checkpoint.hub.push=end", "checkpoint.hub.model_id=a/b"], ["checkpoint.hub.push", "leave it no"]),
         (["model=lora", "model.lora.options={rank: 3}"], ["model.lora.options.rank", "use_dora"]),
         (["model=lora", "model.lora.options={lora_alpha: 3}"], ["model.lora.alpha"]),
         (["model=lora", "model.lora.options={init_lora_weights: pissa}"], ["init_lora_weights", "gaussian"]),

@@ -97,7 +97,7 @@ def test_both_directions_keep_their_order():
     thread = threading.Thread(target=lambda: result.extend(asyncio.run(rollout())))
     thread.start()
     assert listener.connected.wait(10)
-    sent = [wire.VersionUpdate(5), wire.Credit(1, 2, 3), wire.RunEval(6), wire.Finish()]
+    sent = [wire.VersionUpdate(5), wire.Credit(1, 2, 3), wire.RunEval(6, ["held"]), wire.StopEval(), wire.Finish()]
     for message in sent:
         listener.send(message)
     thread.join(10)

@@ -233,9 +233,7 @@ def _optimizer(config: Config) -> Iterator[str]:
 
 def _without_effect(config: Config) -> Iterator[str]:
     """Keys whose feature is not part of this version: a value that would change nothing is refused, never ignored."""
-    checkpoint, model, optimizer = config.checkpoint, config.model, config.optimizer
-    if checkpoint.hub.push != "no":
-        yield "checkpoint.hub.push is not used by this version; leave it no, and upload the folder model of a finished run"
+    model, optimizer = config.model, config.optimizer
     if model.attention_backend not in ("auto", "sdpa"):
         yield f"model.attention_backend={model.attention_backend} is not used by this version; leave it auto"
     if optimizer.target_modules is not None:

@@ -31,15 +31,25 @@ def check_at_start(
     config: Config, urls: Sequence[str], run_dir: Path, note: Callable[[str], None], prompts: Any = None
 ) -> None:
     """Raise ServerError with every failed row and its fix; each warning becomes a note. `config` is resolved."""
+    rows = rows_of(config, urls, run_dir, prompts)
+    for row in rows:
+        if row.status == "warn":
+            note(f"warning: {line(row)}")
+    raise_failed(rows)
+
+
+def rows_of(config: Config, urls: Sequence[str], run_dir: Path, prompts: Any = None) -> list[Row]:
+    """Every row of the servers of a run; `config` is resolved."""
     if plan.is_managed(config):
         devices = (config.run.devices or {}).get("server", [])
         commands = [config.server.planned(run_dir, config, 0, len(devices)) for _ in urls]
     else:
         commands = serve.commands(config)
-    rows = run_checks(config, urls, commands, run_dir, prompts)
-    for row in rows:
-        if row.status == "warn":
-            note(f"warning: {line(row)}")
+    return run_checks(config, urls, commands, run_dir, prompts)
+
+
+def raise_failed(rows: Sequence[Row]) -> None:
+    """ServerError with every failed row and its fix, if any."""
     failed = [row for row in rows if row.status == "fail"]
     if failed:
         text = "\n".join(f"  {line(row)}" for row in failed)

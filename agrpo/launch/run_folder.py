@@ -30,7 +30,7 @@ def prepare(config: Config, overrides: list[str], ports: Ports) -> IO[str]:
         left_over.unlink()
     save(config, run_dir, overrides)
     write_atomic(
-        run_dir / "versions.json", json.dumps({**_versions(), "overrides": public(config, overrides)}, indent=1) + "\n"
+        run_dir / "versions.json", json.dumps({**versions(), "overrides": public(config, overrides)}, indent=1) + "\n"
     )
     runtime = Runtime(
         server_urls=server_urls(config, ports),
@@ -55,11 +55,11 @@ def _lock(run_dir: Path) -> IO[str]:
     return lock
 
 
-def _versions() -> dict[str, str | None]:
-    versions: dict[str, str | None] = {"agrpo": agrpo.__version__, "python": platform.python_version()}
+def versions() -> dict[str, str | None]:
+    found: dict[str, str | None] = {"agrpo": agrpo.__version__, "python": platform.python_version()}
     for package in PACKAGES:
         try:
-            versions[package] = importlib.metadata.version(package)
+            found[package] = importlib.metadata.version(package)
         except importlib.metadata.PackageNotFoundError:
-            versions[package] = None
-    return versions
+            found[package] = None
+    return found

@@ -230,13 +230,19 @@ group/usable_rollouts_mean | rollouts | F | ratio | logical rollouts per trained
 group/usable_rows_mean | rows | F | ratio | rows (samples) per trained group
 group/loss_weight_size_{N} | 0..1 | F | ratio | share of trained tokens in groups with N usable rollouts
 # Evaluation
-eval/{name}/reward | reward | W | ratio | mean summed reward of one evaluation; all its answers come from one version
+eval/{name}/reward | reward | W | last | mean over prompts of their mean summed reward; all answers come from one version
+eval/{name}/reward_ci95 | reward | W | last | half the width of its 95 % interval: 1.96 standard errors over prompts
+eval/{name}/pass_at_{k} | 0..1 | W | last | pass@k, unbiased, mean over prompts
 eval/{name}/version | version | W | last | weight version that answered
-eval/{name}/rollouts_count | count | W | sum | rollouts scored
-eval/{name}/failed_count | count | W | sum | rollouts unusable by errors
-eval/{name}/mean_length | tokens | W | ratio | generated tokens per rollout
-eval/{name}/clipped_ratio | 0..1 | W | ratio | rollouts that did not end in EOS / rollouts
-eval/{name}/duration_s | s | W | mean | wall time of one evaluation
+eval/{name}/step | step | T | last | optimizer step that made these weights
+eval/{name}/rollouts_count | count | W | last | rollouts scored
+eval/{name}/prompts_count | count | W | last | prompts with a scored rollout
+eval/{name}/failed_count | count | W | last | rollouts unusable by errors
+eval/{name}/mean_length | tokens | W | last | generated tokens per rollout
+eval/{name}/clipped_ratio | 0..1 | W | last | rollouts that did not end in EOS / rollouts
+eval/{name}/duration_s | s | W | last | wall time of one evaluation
+eval/{name}/given_up_count | count | T | sum | evaluations without result: the weights changed before they were through
+perf/held_sync_count | syncs | T | sum | weight syncs left out for an evaluation
 # Reading
 diag/bottleneck | verdict | T | last | balanced, generation-bound, trainer-bound or window-bound
 diag/concurrency_limit | verdict | T | last | staleness, server, max_concurrent_rollouts or none

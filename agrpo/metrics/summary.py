@@ -48,6 +48,6 @@ def evaluations(records: Sequence[dict[str, Any]]) -> dict[str, dict[str, dict[s
         for key, reward in record.items():
             if key.startswith("eval/") and key.endswith("/reward") and reward is not None:
                 name = key.removeprefix("eval/").removesuffix("/reward")
-                point = {"reward": reward, "version": record.get(f"eval/{name}/version"), "step": record["step"]}
+                point = {"reward": reward, "version": record.get(f"eval/{name}/version"), "step": int(record.get(f"eval/{name}/step", record["step"]))}
                 found.setdefault(name, {"before": point})["after"] = point
     return found

@@ -142,16 +142,33 @@ def prune(checkpoints: Path, limit: int | None) -> None:
 
 
 def export(model: torch.nn.Module, tokenizer: Any, path: Path, dtype: torch.dtype | None) -> None:
+    """As `export_merged`; a LoRA adapter also stands alone in PEFT's format, in the folder `adapter` beside it (LORA-18)."""
+    if has_adapter(model):
+        _write_adapter(model, path.with_name(ADAPTER))
+    export_merged(model, tokenizer, path, dtype)
+
+
+def restore_weights(folder: Path, model: torch.nn.Module) -> None:
+    """Only the trained weights of a checkpoint, of any kind. Raises ConfigError for a folder that is none."""
+    if not (folder / "shards" / ".metadata").exists():
+        raise ConfigError(f"{folder} is no checkpoint; give a run's folder, or one of its folders checkpoints/step-NNNNNN")
+    _check_adapter(folder, model)
+    state = _state(model, None)
+    with _alone_is_intended():
+        dcp.load(state, checkpoint_id=folder / "shards", no_dist=not dist.is_initialized())
+    options = dcp_state.StateDictOptions(strict=False)  # frozen weights are those of model.path
+    dcp_state.set_model_state_dict(model, state["model"], options=options)
+
+
+def export_merged(model: torch.nn.Module, tokenizer: Any, path: Path, dtype: torch.dtype | None) -> None:
     """A folder that `from_pretrained` loads, in `dtype` (None = as is); collective, rank 0 writes (RES-14).
 
-    A LoRA adapter is merged there, and stands alone in PEFT's format in the folder `adapter` beside it (LORA-18).
+    A LoRA adapter is merged there.
     """
     state: dict[str, torch.Tensor] = {}
     for name, full in _all_tensors(model):
         if _rank() == 0:
             state[name] = full.to("cpu", dtype if full.is_floating_point() else None, copy=True)
-    if has_adapter(model):
-        _write_adapter(model, path.with_name(ADAPTER))
     if _rank() == 0:
         beside = path.with_name(f".{path.name}")
         shutil.rmtree(beside, ignore_errors=True)

@@ -96,7 +96,8 @@ async def run(config: Any, run_dir: Path, life: Life) -> None:
         if dump is not None:
             stack.callback(dump.close)
         judge = _judge(config, scorer, window, completions, dump, custom, player)
-        loop = await build_loop(config, rows, player, client, judge, link, policy, window, life, custom)
+        evaluations = await open_evaluations(config, stack)
+        loop = await build_loop(config, rows, player, client, judge, link, policy, window, life, custom, evaluations)
         await loop.run()
 
 
@@ -155,6 +156,7 @@ async def build_loop(
     window: Any,
     life: Any,
     custom: Any,
+    evaluations: dict[str, Any],
 ) -> Any:
     """The producing loop with every part it works with."""
     from agrpo.data.prompts import prompts_of
@@ -185,7 +187,7 @@ async def build_loop(
         watch=ServerWatch(client, cap, places, settings.concurrency.poll_interval, window),
         link=link,
         policy=policy,
-        evaluations=_evaluations(config),
+        evaluations=evaluations,
         window=window,
         life=life,
         custom=custom,
@@ -243,13 +245,69 @@ def _judge(config: Any, scorer: Any, window: Any, completions: Any, dump: Any, c
     )
 
 
-def _evaluations(config: Any) -> dict[str, tuple[Any, Any]]:
-    """Name -> evaluation and its prompts, in their order; without prompts of their own where an environment gives them."""
+async def open_evaluations(config: Any, stack: contextlib.AsyncExitStack) -> dict[str, Any]:
+    """By name: each with its prompts, in their order, without any where an environment gives them, and its own scorer."""
     from agrpo.data.prompts import prompts_of
     from agrpo.data.rows import gives_prompts
+    from agrpo.rollout.evaluating import Opened
 
-    needs = not gives_prompts(config)
-    return {name: (e, prompts_of(e.data.open(needs_prompt=needs), False, 0)) for name, e in config.eval.items()}
+    needs, opened = not gives_prompts(config), {}
+    for name, evaluation in config.eval.items():
+        rows = await asyncio.to_thread(evaluation.data.open, needs_prompt=needs)
+        scorer = None
+        if evaluation.scorer is not None:
+            columns = evaluation.data.columns() if hasattr(evaluation.data, "columns") else None
+            scorer = await evaluation.scorer.open(columns)
+            stack.push_async_callback(scorer.close)
+        opened[name] = Opened(evaluation, prompts_of(rows, False, 0), scorer)
+    return opened
+
+
+async def open_evaluating(
+    config: Any, urls: tuple[str, ...], version: int, progress: Any, stack: contextlib.AsyncExitStack
+) -> Any:
+    """What plays the evaluations without a trainer, at the weights that the servers have."""
+    from agrpo.env.resolve import open_player
+    from agrpo.metrics.window import Window
+    from agrpo.model.load import load_tokenizer
+    from agrpo.rollout.concurrency import Cap, Places
+    from agrpo.rollout.custom import open_custom
+    from agrpo.rollout.evaluating import Evaluating
+    from agrpo.rollout.failures import Failures
+    from agrpo.rollout.play import Slots
+
+    settings, window = config.rollout, Window()
+    tokenizer = await asyncio.to_thread(load_tokenizer, config.model)
+    scorer = await config.scorer.open(config.data.columns() if hasattr(config.data, "columns") else None)
+    stack.push_async_callback(scorer.close)
+    client = await config.sampler.connect(
+        urls=urls,
+        model_name=config.server.model_name,
+        run_seed=config.run.seed,
+        version=lambda: version,
+        timeout_s=config.server.timeout,
+        max_connections=settings.max_concurrent_rollouts,
+        centering=False,
+        metrics=window,
+        is_synced=False,
+        salts_cache=False,
+    )
+    stack.push_async_callback(client.close)
+    player = open_player(config, tokenizer, client.max_model_len, _eos_ids(config.model), lambda: version)
+    await start_player(player, stack)
+    custom = open_custom(config, tokenizer, lambda: version)
+    if custom is not None:
+        stack.push_async_callback(custom.close)
+        await custom.setup(None)
+        player = custom.player(player)
+    load = await client.poll_load()
+    cap = Cap.first(
+        load.kv_cache_tokens if load is not None else None, client.max_model_len, settings.max_concurrent_rollouts, True
+    )
+    failures = Failures(settings.max_failure_frac, settings.failure_window)
+    slots = Slots(player, client, Places(cap), failures, settings.on_error == "abort")
+    judge = _judge(config, scorer, window, None, None, custom, player)
+    return Evaluating(await open_evaluations(config, stack), slots, judge, progress)
 
 
 def _seed(own: int | None, run: int) -> int:

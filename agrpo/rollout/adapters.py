@@ -30,9 +30,9 @@ class Adapters:
     max_staleness: int
     timeout_s: float
 
-    def pinned(self, generate: Generate) -> Generate:
-        """`generate` under the adapter that is the newest now; ended as stale once its version has left the window."""
-        version = self.version()
+    def pinned(self, generate: Generate, version: int | None = None) -> Generate:
+        """`generate` under the adapter of `version`, null = the newest; ended as stale once that has left the window."""
+        version = self.version() if version is None else version
         name = adapter_name(self.prefix, version)
 
         async def ask(*arguments: Any, **options: Any) -> Turn:

@@ -72,7 +72,7 @@ class Cap:
 
 
 class Places:
-    """Places in flight, handed out in the order they are asked for."""
+    """Places in flight, handed out in the order they are asked for, evaluations first."""
 
     def __init__(self, cap: Cap):
         self.cap = cap
@@ -85,10 +85,13 @@ class Places:
         """A place is free and nobody waits for one."""
         return not self._waiting and self.cap.has_room and not self._num_holds
 
-    def ask(self) -> asyncio.Future[None]:
-        """A place, yours when the future is done; asking is what orders, so ask before anything is awaited."""
+    def ask(self, is_first: bool = False) -> asyncio.Future[None]:
+        """A place, yours when the future is done; asking is what orders, so ask before anything is awaited.
+
+        `is_first`: before all who wait already.
+        """
         future = asyncio.get_running_loop().create_future()
-        self._waiting.append(future)
+        self._waiting.appendleft(future) if is_first else self._waiting.append(future)
         self.hand_out()
         return future
 

@@ -149,26 +149,26 @@ class Judge:
             self.num_waiting -= 1
             self._queue.release()
             started = time.monotonic()
-            scored = await self._rewarded(group)
+            scored = await self._rewarded(group, self._scorer)
         self._window.add("rollout/score_wait_s", started - entered, 1)
         self._window.add("rollout/score_s", time.monotonic() - started, 1)
         return scored
 
-    async def score(self, group: Group) -> Group:
-        """The group of an evaluation with rewards; without any where scoring failed."""
+    async def score(self, group: Group, scorer: Any = None) -> Group:
+        """The group of an evaluation with rewards, of its own scorer if it has one; without any where scoring failed."""
         async with self._scoring:
             try:
-                group = await self._rewarded(group)
+                group = await self._rewarded(group, scorer or self._scorer)
             except Dropped:
                 pass
         if self._dump is not None:
             await self._dump.write(group, is_eval=True)
         return group
 
-    async def _rewarded(self, group: Group) -> Group:
+    async def _rewarded(self, group: Group, scorer: Any) -> Group:
         self.num_scoring += 1
         try:
-            return await self._scorer.score(group)
+            return await scorer.score(group)
         except AgrpoError:
             raise
         except Exception as error:

@@ -27,6 +27,7 @@ from agrpo.rollout import report
 from agrpo.rollout.admission import Admission
 from agrpo.rollout.concurrency import Places
 from agrpo.rollout.custom import Custom
+from agrpo.rollout.evaluating import Evaluating, Opened
 from agrpo.rollout.judge import Dropped, Judge
 from agrpo.rollout.play import Slots
 from agrpo.rollout.server_watch import ServerWatch
@@ -58,14 +59,15 @@ class Loop:
         watch: ServerWatch,
         link: Any,
         policy: Policy,
-        evaluations: dict[str, tuple[Any, Any]],  # name -> evaluation, its prompts
+        evaluations: dict[str, Opened],
         window: Any,
         life: Any,
         custom: Custom | None = None,  # the loop of `rollout.loop`
     ):
         self._settings, self._prompts, self._player, self._client = settings, prompts, player, client
         self._judge, self._slots, self._places, self._watch = judge, slots, places, watch
-        self._link, self._policy, self._evaluations = link, policy, evaluations
+        self._link, self._policy = link, policy
+        self._evaluating = Evaluating(evaluations, slots, judge, self._progress)
         self._window, self._life, self._custom = window, life, custom
         self._check_group = getattr(player, "check", None)
         start = link.start
@@ -77,7 +79,7 @@ class Loop:
         self._changed = asyncio.Event()
         places.on_change = self._changed.set
         self._num_rows = len(prompts) if hasattr(prompts, "__len__") else None
-        self._num_evaluating, self._num_skipped, self._phase = 0, 0, "starting to generate"
+        self._num_alone, self._num_skipped, self._phase = 0, 0, "starting to generate"
         self._reported_at = self._progress_at = time.monotonic()
 
     async def run(self) -> None:
@@ -111,14 +113,16 @@ class Loop:
                 case wire.AskState():
                     await self._link.send_loop_state(self._custom.state() if self._custom is not None else None)
                 case wire.RunEval():
-                    self._spawn(self._evaluate("at_end"))
+                    self._spawn(self._evaluate(message.names, message.version, message.is_alone))
+                case wire.StopEval():
+                    self._evaluating.stop()
                 case wire.Finish():
                     return
             self._changed.set()
 
     async def _produce(self) -> None:
         if self._is_fresh:
-            await self._evaluate("at_start")
+            await self._evaluate(self._evaluating.due_at_start(), self._policy.version, is_alone=True)
         async for group_id, prompt, prompt_ids in self._admitted():
             places = [self._places.ask() for _ in range(self._settings.group_size)]
             self._spawn(self._carry(group_id, prompt, prompt_ids, places))
@@ -133,9 +137,9 @@ class Loop:
             if len(prompt_ids) >= self._client.max_model_len:
                 await self._skip(group_id, prompt, len(prompt_ids))
                 continue
-            await self._until(lambda: self._places.has_room and not self._num_evaluating)
+            await self._until(lambda: self._places.has_room and not self._num_alone)
             began = time.monotonic()
-            await self._until(lambda: self.admission.may_start() and not self._num_evaluating)
+            await self._until(lambda: self.admission.may_start() and not self._num_alone)
             self._window.add("rollout/backpressure_s", time.monotonic() - began, 1)
             # Asked at the last moment: what the loop knows of earlier groups is then as new as it can be.
             if self._custom is not None and not self._custom.accepts(prompt, self._num_rows):
@@ -165,7 +169,7 @@ class Loop:
         """Wait for `condition`, looked at after every event; a wait with nothing left to do is a sign of life."""
         while not condition():
             self._changed.clear()
-            if self.admission.num_open_groups == 0 and not self._num_evaluating:
+            if self.admission.num_open_groups == 0 and not self._num_alone:
                 self._mark("waiting for the trainer")
             # Not wait_for: on Python 3.11 it loses a cancellation that arrives together with the event.
             with contextlib.suppress(TimeoutError):
@@ -212,27 +216,14 @@ class Loop:
             self._check_group(group)
         return group
 
-    async def _evaluate(self, when: str) -> None:
-        """Every evaluation that is due. No group starts meanwhile, so that the answers are soon there."""
-        self._num_evaluating += 1
+    async def _evaluate(self, names: list[str], version: int, is_alone: bool) -> None:
+        """With nothing to train meanwhile no group starts, so that the answers are soon there."""
+        self._num_alone += is_alone
         try:
-            for name, (evaluation, prompts) in self._evaluations.items():
-                if getattr(evaluation, when):
-                    result = await evaluation.run(prompts, self._play_eval, self._score_eval, self._policy.version)
-                    await self._link.send_eval(name, result)
+            await self._evaluating.run(names, version, self._link.send_eval)
         finally:
-            self._num_evaluating -= 1
+            self._num_alone -= is_alone
             self._changed.set()
-
-    async def _play_eval(self, prompt: Prompt, group_id: int, slot: int, temperature: float) -> Rollout:
-        rollout = await self._slots.play(prompt, group_id, slot, temperature)
-        self._progress("evaluating")
-        return rollout
-
-    async def _score_eval(self, group: Group) -> Group:
-        scored = await self._judge.score(group)
-        self._progress("evaluating")
-        return scored
 
     def _progress(self, phase: str) -> None:
         self._mark(phase)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import functools
 import logging
 import time
 from collections.abc import Callable
@@ -13,6 +12,7 @@ import numpy as np
 
 from agrpo.errors import AgrpoError, RolloutFailure, ServerError
 from agrpo.rollout.concurrency import Places
+from agrpo.rollout.evaluating import Asked
 from agrpo.rollout.failures import NO_ERRORS, Failures
 from agrpo.rollout.staleness import STALE, Running, VersionWindow
 from agrpo.types import Prompt, Rollout
@@ -32,9 +32,10 @@ class Slots:
         aborts_on_error: bool,
         window: VersionWindow | None = None,
         dates_by_group: bool = False,
-        pin: Callable[[Any], Any] = lambda generate: generate,
+        pin: Callable[..., Any] = lambda generate, version: generate,
     ):
-        """`pin` is called once per rollout, at its start, and gives what the rollout generates with.
+        """`pin` is called once per rollout, at its start, and gives what the rollout generates with; its second argument
+        is the version to stay with, None the newest.
 
         `window`: rollouts that have left it are given up; `dates_by_group`: their group's version counts for it."""
         self._player, self._client, self._places, self._failures = player, client, places, failures
@@ -47,23 +48,22 @@ class Slots:
         prompt: Prompt,
         group_id: int,
         slot: int,
-        temperature: float | None = None,
+        asked: Asked | None = None,
         prompt_ids: np.ndarray | None = None,
         place: asyncio.Future[None] | None = None,
         on_start: Callable[[], int] | None = None,
     ) -> Rollout:
-        """The rollout, usable or not. `place` was asked for before.
+        """The rollout, usable or not. `place` was asked for before; `asked` is what an evaluation wants of it.
 
         `on_start` is called when the rollout begins and gives its group's version; one without it is never too old.
         """
-        await (place or self._places.ask())
-        running = self.in_flight[group_id, slot] = Running()
-        generate = self._pin(functools.partial(self._client.generate, temperature=temperature))
-        if on_start is not None:
-            group_version = on_start()
-            if self._window is not None:
-                running.group_version = group_version if self._dates_by_group else None
-                generate = running.watched(generate, self._window)
+        running = Running()
+        if asked is None:
+            await (place or self._places.ask())
+        elif not await asked.window.gets(self._places.ask(is_first=True)):
+            return _unusable(STALE, asked.window.text(running), running)
+        self.in_flight[group_id, slot] = running
+        generate = self._generate(asked, running, on_start)
         try:
             rollout = await self._player.play(prompt, generate, group_id, slot, prompt_ids)
         except RolloutFailure as failure:
@@ -78,19 +78,33 @@ class Slots:
             self._places.give_back()
         if running.is_given_up and rollout.failure != STALE:
             # Whatever the player made of the request that was taken back, the rollout is not whole.
-            rollout = _unusable(STALE, self._window.text(running), running)
+            rollout = _unusable(STALE, running.window.text(running), running)
         if rollout.failure is not None and rollout.failure not in NO_ERRORS and self._aborts_on_error:
             text = f"rollout {group_id}.{slot} failed ({rollout.failure}) and rollout.on_error=abort"
             raise ServerError(f"{text}: {rollout.failure_text}")
         self._failures.count(rollout)
         return rollout
 
+    def _generate(self, asked: Asked | None, running: Running, on_start: Callable[[], int] | None) -> Any:
+        """What a rollout that begins now generates with."""
+        if asked is not None:
+            running.window = asked.window
+            return running.watched(self._pin(asked.of(self._client.generate), asked.window.asked_at), asked.window)
+        generate = self._pin(self._client.generate, None)
+        if on_start is None:
+            return generate
+        group_version = on_start()
+        if self._window is None:
+            return generate
+        running.window = self._window
+        running.group_version = group_version if self._dates_by_group else None
+        return running.watched(generate, self._window)
+
     def give_up_stale(self) -> None:
-        """A new version is served: take back the requests of rollouts that are too old for it."""
-        if self._window is not None:
-            for running in self.in_flight.values():
-                if self._window.is_over(running):
-                    running.give_up()
+        """A new version is served, or an evaluation given up: take back the requests of rollouts that are too old."""
+        for running in self.in_flight.values():
+            if running.window is not None and running.window.is_over(running):
+                running.give_up()
 
     def oldest_text(self) -> str:
         """The rollout that has been in flight longest, in words."""

@@ -22,6 +22,7 @@ STALE = "stale"
 class Running:
     """One rollout in flight: since when, how old its oldest token is, and the requests it waits for."""
 
+    window: VersionWindow | None = None  # what it must stay in; None = it is never too old
     group_version: int | None = None  # dates it under staleness_stamp=group; None dates it by its tokens
     began: float = field(default_factory=time.monotonic)
     is_given_up: bool = False  # one of its requests was taken back

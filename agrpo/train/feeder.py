@@ -22,6 +22,7 @@ from agrpo import wire
 from agrpo.ledger import AdmissionCredit, Ledger
 from agrpo.metrics.window import Window
 from agrpo.train.account import Account
+from agrpo.train.evaluation import EvaluationRecord
 from agrpo.train.measure import step_window
 from agrpo.train.untrained import Untrained
 from agrpo.types import ReadyGroup, Sample, Step
@@ -41,7 +42,7 @@ class Feeder:
         ledger: Ledger,
         credit: AdmissionCredit,
         settings: Any,  # the `rollout` section
-        version_at: Callable[[int], int],  # step index -> weight version it is trained at
+        version_at: Callable[[int], int],  # step index -> weight version it is trained at, where no sync is left out
         version: int,  # that the server holds now
         step: int,  # steps done
         advantage: Any = None,  # the component, where it needs whole steps
@@ -50,7 +51,7 @@ class Feeder:
         loop_state: bytes | None = None,  # that state, of the checkpoint that is resumed
     ):
         self._planner, self.ledger, self._account, self._settings = planner, ledger, Account(credit), settings
-        self._version_at, self._version, self._step = version_at, version, step
+        self._planned_version_at, self._version, self._step = version_at, version, step
         self._adapters = adapters
         self._lock = threading.RLock()
         self._window = Window()
@@ -64,7 +65,8 @@ class Feeder:
         self._planned: queue.Queue[tuple[Step, list[Sample], Window]] = queue.Queue(maxsize=1)
         self._in_step: list[Sample] = []
         self._has_ended = False
-        self.evaluations: dict[str, list[dict[str, float]]] = {}
+        self.evaluations = EvaluationRecord(self._send)
+        self._num_held = 0  # syncs left out for an evaluation
         self.heard_at = 0.0  # time.monotonic() of the rollout process's last message
         self._error: BaseException | None = None
         self._listener: wire.Listener | None = None
@@ -120,6 +122,14 @@ class Feeder:
         self._send(wire.VersionUpdate(version))
         self._publish()
 
+    def held(self) -> None:
+        """A sync that was due is left out: every later version is one lower than planned, and no sample gets older."""
+        with self._lock:
+            self._num_held += 1
+            self._account.gate_closed = False
+            self._window.add("perf/held_sync_count", 1)
+        self._publish()
+
     @property
     def has_samples(self) -> bool:
         """Whether any sample waits to be trained."""
@@ -164,10 +174,6 @@ class Feeder:
         self._check()
         return self._listener.connected.wait(timeout_s)
 
-    def ask_evaluations(self, version: int) -> None:
-        """The final ones; their results come into `evaluations`."""
-        self._send(wire.RunEval(version))
-
     def close(self) -> None:
         """Tell the rollout process that the run is over."""
         self._send(wire.Finish())
@@ -205,9 +211,9 @@ class Feeder:
             with self._lock:
                 self._window.merge(message.window)
         elif isinstance(message, wire.EvalResult):
+            figures = self.evaluations.receive(message)
             with self._lock:
-                self.evaluations.setdefault(message.name, []).append(message.result)
-                for key, value in message.result.items():
+                for key, value in figures.items():
                     self._window.add(f"eval/{message.name}/{key}", value)
         elif isinstance(message, wire.LoopState):
             with self._lock:  # all that was sent before it is recorded, nothing after it
@@ -257,6 +263,10 @@ class Feeder:
 
     def _is_stale(self, sample: Sample) -> bool:
         return self._staleness(sample, self._planner.next_index) > self._settings.max_staleness
+
+    def _version_at(self, step_index: int) -> int:
+        """What a step is trained at, if no further sync is left out; never less than it will be."""
+        return self._planned_version_at(step_index) - self._num_held
 
     def _staleness(self, sample: Sample, step_index: int) -> int:
         by_group = self._settings.staleness_stamp == "group"

@@ -17,22 +17,22 @@ from agrpo.lifecycle import Life, Runtime
 from agrpo.metrics.sinks import open_sinks
 from agrpo.metrics.summary import write_summary
 from agrpo.model import checkpoint as checkpoints
+from agrpo.model.hub import Uploads
 from agrpo.model.load import load_tokenizer
 from agrpo.model.optim import Updater
 from agrpo.model.spread import open_model
 from agrpo.sync.control import ServerControl
-from agrpo.train import opening
-from agrpo.train.evaluation import FinalEvaluations
+from agrpo.train import evaluation, opening
 from agrpo.train.facts import probe_ids, seed_all, served_model
 from agrpo.train.feeder import Feeder
 from agrpo.train.outage import Outage
-from agrpo.train.ranks import END, IDLE, RESEND, Ranks, Work, divide
+from agrpo.train.ranks import END, IDLE, RESEND, Ranks, divide
 from agrpo.train.record import Recorder
 from agrpo.train.shares import Sharing
 from agrpo.train.state import Progress, checkpoint_to_resume, restore, save
 
 _IDLE_S = 1.0  # how often rank 0 looks up while it waits for samples
-_LOOK_S = 0.25  # how often while it waits for the last evaluations
+_LOOK_S = 0.25  # how often while it waits for the rollout process to connect
 _CONNECT_S = 30.0  # for the rollout process to connect before it is told that the run is over
 _log = logging.getLogger(__name__)
 
@@ -50,6 +50,7 @@ class TrainRun:
         self.sinks: list[Any] = []
         self.progress = Progress()
         self._epoch = 0  # complete passes at the last look
+        self.uploads = Uploads(config.checkpoint.hub)
         signal.signal(signal.SIGTERM, self._ask_to_stop)
         signal.signal(signal.SIGINT, self._ask_to_stop)
 
@@ -79,6 +80,7 @@ class TrainRun:
         self._open_sync()
         if self.ranks.is_first:
             self._open_feed()
+        self._open_evaluations()
 
     def _epochs_of(self, ledger: dict[str, Any] | None) -> int:
         """Complete passes in a checkpoint's ledger; rank 0 alone knows the data."""
@@ -110,6 +112,19 @@ class TrainRun:
         # Weights that were synced before they were saved are the same version again: their samples have not aged.
         self.trainer.send_weights(self.progress.version + (not self.progress.is_synced))
 
+    def _open_evaluations(self) -> None:
+        rollout = self.config.rollout
+        self.evaluations = evaluation.Evaluations(
+            self.config.eval,
+            self.ranks,
+            self.trainer,
+            self.feeder,
+            rollout.max_staleness,
+            rollout.progress_timeout or self.config.server.timeout,
+            self.life.beat,
+            lambda: self.stop_requested,
+        )
+
     def _open_feed(self) -> None:
         config, progress = self.config, self.progress
         ledger = Ledger(self.run_dir / "ledger.jsonl")
@@ -119,6 +134,7 @@ class TrainRun:
         )
         # Also a fresh start: a run killed before its first checkpoint left records of steps that come again.
         self.sinks = open_sinks(config.logger, self.run_dir, progress.step)
+        self.feeder.evaluations.path = self.run_dir / evaluation.FILE_NAME
         self.feeder.open(self.runtime.wire_host, self.runtime.wire_port, self.runtime.wire_key, list(progress.ready))
 
     def train(self) -> None:
@@ -151,17 +167,19 @@ class TrainRun:
                 continue
             if work.kind == "resend":
                 self.life.beat("sending the weights to the restarted server", step=self.progress.step)
-                self.trainer.resend_weights()
+                self.evaluations.resend()
                 continue
             self.life.beat("training", step=work.index)
             self.trainer.step(work)
             self.progress.step = work.index
             if self.ranks.is_first:
                 self.feeder.trained(self._step)
-            if self.trainer.is_sync_due(work.index):
+            if self.trainer.is_sync_due(work.index) and self.evaluations.lets_sync():
                 self.trainer.send_weights(self.trainer.version + 1)
                 if self.ranks.is_first:
                     self.feeder.synced(self.trainer.version)
+            if self.ranks.is_first:
+                self.evaluations.ask_due(work.index, is_last=self._is_complete())
             self.recorder.step(work.index)
             if self._is_save_due(work.index):
                 self.save()
@@ -225,6 +243,12 @@ class TrainRun:
         folder = checkpoints.folder_of(self.run_dir / "checkpoints", self.progress.step)
         fed = self.feeder.state() if self.ranks.is_first else None
         save(folder, self.model, self.updater, self.config.checkpoint, self.progress, fed, self.fingerprint)
+        if self.uploads.is_due_after_save(self.progress.step):
+            copy = self.run_dir / ".upload" / folder.name
+            checkpoints.export_merged(self.model, self.tokenizer, copy, checkpoints.export_dtype(self.config.model))
+            if self.ranks.is_first:
+                message = f"{self.config.checkpoint.hub.commit_message}, {folder.name}"
+                self.uploads.start(copy, message, self.life.beat, is_temporary=True)
 
     def finish(self) -> None:
         """Checkpoint, exported model, final evaluations, summary (RUN-8). What was trained is safe before anything is
@@ -239,40 +263,34 @@ class TrainRun:
             self.life.beat("exporting the model")
             dtype = checkpoints.export_dtype(self.config.model)
             checkpoints.export(self.model, self.tokenizer, self.run_dir / "model", dtype)
+            if self.uploads.is_due_at_end and self.ranks.is_first:
+                self.uploads.start(self.run_dir / "model", self.config.checkpoint.hub.commit_message, self.life.beat)
             self._evaluate()
         if self.ranks.is_first:
             write_summary(self.run_dir, self.exit_reason, version=self.trainer.version, training_s=round(wall_s, 3))
+            self.uploads.finish(self.life.beat)
         if self.failure is not None:
             raise self.failure
 
     def _evaluate(self) -> None:
-        """Evaluations at the end see the final weights, so a sync that was not due yet comes first."""
+        """Evaluations at the end see the final weights; those that still run are finished first."""
         names = [name for name, evaluation in self.config.eval.items() if evaluation.at_end]
-        if names and not self.trainer.is_sync_due(self.progress.step):
-            self.trainer.send_weights(self.trainer.version + 1)
-            if self.ranks.is_first:
-                self.feeder.synced(self.trainer.version)
         if self.ranks.is_first and not names:
             # A run that was complete when it was resumed ends before the rollout process is there to be told so.
             deadline = time.monotonic() + _CONNECT_S
             while not self.feeder.await_rollout(_LOOK_S) and time.monotonic() < deadline:
                 self.life.beat("ending")
-        if not names:
+        if not self.config.eval:
             return
-        limit = self.config.rollout.progress_timeout or self.config.server.timeout
-        awaited = FinalEvaluations(self.feeder, self.trainer.version, names, limit) if self.ranks.is_first else None
-        while (kind := self.ranks.share(self._evaluation_works(awaited) if awaited else None).kind) != "end":
-            self.life.beat("evaluating")
-            if kind == "resend":
-                self.trainer.resend_weights()
-        if self.ranks.is_first:
-            self.recorder.write(self.feeder.take_window(), self.progress.step, {})
-
-    def _evaluation_works(self, awaited: FinalEvaluations) -> list[Work]:
-        work = IDLE if awaited.are_awaited(_LOOK_S) else END
-        if work is IDLE and self.trainer.outage.is_over():
-            work = RESEND
-        return [work] * self.ranks.world_size
+        self.evaluations.finish([], self.progress.step)
+        if names:
+            if not self.trainer.is_synced:
+                self.trainer.send_weights(self.trainer.version + 1)
+                if self.ranks.is_first:
+                    self.feeder.synced(self.trainer.version)
+            self.evaluations.finish(names, self.progress.step)
+        if self.ranks.is_first and (window := self.feeder.take_window()):
+            self.recorder.write(window, self.progress.step, {})
 
     def close(self) -> None:
         if self.feeder is not None:

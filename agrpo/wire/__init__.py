@@ -1,7 +1,7 @@
 """The channel between the rollout process and trainer rank 0: authenticated, framed, arrays as buffers, no pickle.
 
     rollout  -- Ready, Resolved, Metrics, EvalResult, LoopState -->  trainer rank 0 (listens)
-    rollout  <-- Start, VersionUpdate, Credit, RunEval, AskState, Finish --  trainer rank 0
+    rollout  <-- Start, VersionUpdate, Credit, RunEval, StopEval, AskState, Finish --  trainer rank 0
 
 Both ends prove they know the run's key (HMAC over two nonces) before the first frame. A frame is
 `u32 header length, u64 payload length, header (MessagePack), payload (array buffers back to back)`.
@@ -19,6 +19,7 @@ from agrpo.wire.codec import (
     Resolved,
     RunEval,
     Start,
+    StopEval,
     VersionUpdate,
     WireError,
     decode,
@@ -42,6 +43,7 @@ __all__ = [
     "Resolved",
     "RunEval",
     "Start",
+    "StopEval",
     "VersionUpdate",
     "WireError",
     "connect",

@@ -51,9 +51,15 @@ class Credit(msgspec.Struct, tag=True, frozen=True):
 
 
 class RunEval(msgspec.Struct, tag=True, frozen=True):
-    """Run every evaluation that is due at the end of the run."""
+    """Run these evaluations; the servers serve `version`, and keep it until they are through or StopEval is sent."""
 
     version: int
+    names: list[str]
+    is_alone: bool = False  # nothing is left to train: no group need start meanwhile
+
+
+class StopEval(msgspec.Struct, tag=True, frozen=True):
+    """The weights are about to change: give up the evaluations that still generate."""
 
 
 class AskState(msgspec.Struct, tag=True, frozen=True):
@@ -84,7 +90,7 @@ class Metrics(msgspec.Struct, tag=True, frozen=True):
 
 
 class EvalResult(msgspec.Struct, tag=True, frozen=True):
-    """Result of one named evaluation under exactly one weight version."""
+    """Result of one named evaluation under exactly one weight version; {} where it was given up."""
 
     name: str
     result: dict[str, float]
@@ -105,7 +111,7 @@ class _ReadyHeader(msgspec.Struct, tag="Ready", frozen=True):
     arrays: list[tuple[str, list[int]]]
 
 
-Message = Start | VersionUpdate | Credit | RunEval | AskState | Finish | LoopState | Resolved | Metrics | EvalResult
+Message = Start | VersionUpdate | Credit | RunEval | StopEval | AskState | Finish | LoopState | Resolved | Metrics | EvalResult
 _decoder = msgspec.msgpack.Decoder(Message | _ReadyHeader)
 _encoder = msgspec.msgpack.Encoder()
 

@@ -35,21 +35,35 @@ def length_parity(completion_ids, **columns):
 def run() -> list[dict]:
     with tempfile.TemporaryDirectory() as folder, stub_server(tokens=TOKENS, heads=8, bodies=16, versions=0) as url:
         control(url, tokens_per_s=TOKENS_PER_S)
-        ratio, waited = _measure(Path(folder), url)
+        wall, num_samples, waited = measure(Path(folder), url)
+        # Both sides work at the same rate, so either time is the larger one.
+        ratio, waited = wall / (num_samples * TOKENS / TOKENS_PER_S), waited / wall
     return [
         {"bar": "overlap_wall_over_max", "value": round(ratio, 4), "unit": "ratio", "limit": 1.06, "ok": ratio <= 1.06},
         {"bar": "overlap_trainer_wait", "value": round(waited, 4), "unit": "share of wall", "limit": None, "ok": True},
     ]
 
 
-def _measure(folder: Path, url: str) -> tuple[float, float]:
-    config, run_dir = _prepare(folder, url)
+class AfterEachStep:
+    """A sync that takes no time after every step."""
+
+    def __init__(self, config, feeder: Feeder):
+        self.feeder, self.version = feeder, 1
+
+    def __call__(self, step: int) -> None:
+        self.version += 1
+        self.feeder.synced(self.version)
+
+
+def measure(folder: Path, url: str, extra: tuple[str, ...] = (), sync=AfterEachStep) -> tuple[float, int, float]:
+    """Seconds, samples and seconds of waiting of the steps after the warm-up."""
+    config, run_dir = _prepare(folder, url, extra)
     feeder = _open_feeder(config, run_dir)
     command = [sys.executable, "-m", "agrpo.rollout", str(run_dir)]
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     rollout = subprocess.Popen(command, env=environment, cwd=ROOT)
     try:
-        version, began, waited, num_samples = 1, 0.0, 0.0, 0
+        after_step, began, waited, num_samples = sync(config, feeder), 0.0, 0.0, 0
         for index in range(WARM_UP + STEPS):
             if index == WARM_UP:
                 began, waited, num_samples = time.perf_counter(), 0.0, 0
@@ -62,17 +76,15 @@ def _measure(folder: Path, url: str) -> tuple[float, float]:
             num_samples += count
             time.sleep(STEP_S * count / SAMPLES_PER_STEP)
             feeder.trained(step)
-            version += 1
-            feeder.synced(version)
+            after_step(index + 1)
         wall = time.perf_counter() - began
     finally:
         feeder.close()
         rollout.wait(15)
-    # Both sides work at the same rate, so either time is the larger one.
-    return wall / (num_samples * TOKENS / TOKENS_PER_S), waited / wall
+    return wall, num_samples, waited
 
 
-def _prepare(folder: Path, url: str):
+def _prepare(folder: Path, url: str, extra: tuple[str, ...]):
     from agrpo.config import check, compose, save
     from agrpo.config.devices import Devices
 
@@ -84,7 +96,7 @@ def _prepare(folder: Path, url: str):
             f"model.path={folder}/model", "data=jsonl", f"data.path={folder}/data.jsonl", "server=external",
             f"server.base_url={url}", "sync=gloo", "scorer.functions=[tests.bench.overlap.length_parity]",
             f"sampler.max_completion_length={TOKENS}", "packer=sequence", "packer.token_budget=8192", "run.use_cpu=true",
-            f"run.output_dir={run_dir}",
+            f"run.output_dir={run_dir}", *extra,
         ]),
         Devices(),
     )  # fmt: skip

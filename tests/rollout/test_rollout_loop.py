@@ -8,6 +8,7 @@ import pytest
 from agrpo import wire
 from agrpo.errors import ContractError, ServerError, StallError
 from agrpo.eval import Evaluation
+from agrpo.rollout.evaluating import Opened
 from tests.rollout.loop_harness import PROMPT_TOKENS, RAW, TOKENS, G, Prompts, done, produce, until
 from tests.stub_server import control, report
 
@@ -158,18 +159,17 @@ def test_evaluations_run_at_the_start_and_when_asked_and_report_one_version(url,
 
     async def scenario(trainer, loop):
         await until(lambda: len(trainer.evals) == 1 and len(trainer.ready) > 2)
-        trainer.listener.send(wire.VersionUpdate(9))
-        trainer.listener.send(wire.RunEval(9))
+        trainer.listener.send(wire.RunEval(1, ["heldout"], True))
         await until(lambda: len(trainer.evals) == 2)
 
     def reward(group, slot):
         return float(slot) if group >= 0 else 1.0 - slot * 0.5
 
-    evaluations = {"heldout": (evaluation, Prompts())}
+    evaluations = {"heldout": Opened(evaluation, Prompts())}
     trainer = produce(url, tmp_path, scenario, evaluations=evaluations, reward=reward)
     assert [(e.name, e.result["version"], e.result["reward"]) for e in trainer.evals] == [
         ("heldout", 1, 0.75),
-        ("heldout", 9, 0.75),
+        ("heldout", 1, 0.75),
     ]
     assert all(e.result["rollouts_count"] == 6 and e.result["mean_length"] == TOKENS for e in trainer.evals)
     first = report(url)["seen"][:6]
@@ -180,7 +180,7 @@ def test_evaluations_run_at_the_start_and_when_asked_and_report_one_version(url,
 def test_a_resumed_run_does_not_evaluate_at_the_start(url, tmp_path):
     evaluation = Evaluation(data=None, max_prompts=3)
     start = wire.Start(3, 4, [(0, 3)], [], 0, 0, 10_000)
-    assert produce(url, tmp_path, done(2), start=start, evaluations={"heldout": (evaluation, Prompts())}).evals == []
+    assert produce(url, tmp_path, done(2), start=start, evaluations={"heldout": Opened(evaluation, Prompts())}).evals == []
 
 
 def test_a_filter_drops_groups_and_must_not_raise(url, tmp_path):

@@ -12,12 +12,10 @@ from hypothesis import strategies as st
 
 from agrpo import wire
 from agrpo.advantage import Grouped
-from agrpo.errors import StallError
 from agrpo.ledger import AdmissionCredit, Ledger, replay
 from agrpo.packer.cost import Cost
 from agrpo.packer.sequence import Sequence
 from agrpo.sections import Rollout
-from agrpo.train.evaluation import FinalEvaluations
 from agrpo.train.feeder import Feeder
 from agrpo.types import ReadyGroup, Sample
 
@@ -87,8 +85,8 @@ class RolloutEnd:
                 self.credit = message
             elif isinstance(message, wire.VersionUpdate):
                 self.versions.append(message.version)
-            elif isinstance(message, wire.RunEval):
-                self.evaluations.append(message.version)
+            elif isinstance(message, wire.RunEval | wire.StopEval):
+                self.evaluations.append(message)
             elif isinstance(message, wire.AskState):
                 await self.link.send_resolved(77, "filtered")
                 await self.link.send_loop_state(b"mine")
@@ -180,24 +178,6 @@ def test_staleness_zero_leaves_the_gate_open_after_a_step_without_a_sync(tmp_pat
     feeder.trained(step)
     feeder.synced(2)
     wait_until(lambda: not end.credit.gate_closed)
-    feeder.close()
-
-
-def test_a_final_evaluation_waits_for_the_rollout_process_and_as_long_as_that_is_alive(tmp_path):
-    feeder = make_feeder(tmp_path)
-    awaited = FinalEvaluations(feeder, 1, ["heldout"], 0.6)
-    assert awaited.are_awaited(0.2)  # nobody is connected, as in a run that was complete when it was resumed
-    end = RolloutEnd(feeder)
-    for _ in range(5):
-        assert awaited.are_awaited(0.2)
-        end.run(end.link.send_metrics({}))
-    end.run(end.link.send_eval("heldout", {"reward": 0.5}))
-    wait_until(lambda: not awaited.are_awaited(0.0))
-    assert end.evaluations == [1]
-    again = FinalEvaluations(feeder, 1, ["heldout"], 0.2)
-    with pytest.raises(StallError, match="heldout"):
-        while again.are_awaited(0.05):
-            pass
     feeder.close()
 
 

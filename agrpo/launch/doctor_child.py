@@ -1,0 +1,297 @@
+"""`python -m agrpo.launch.doctor_child PART FOLDER`: one part of `agrpo doctor` that runs user code or starts something.
+
+Findings go to FOLDER/PART.jsonl as they are made, so that what was found before a hang or a crash is not lost.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import json
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from agrpo.config import Config, detect, load
+from agrpo.errors import AgrpoError, ConfigError, RolloutFailure
+from agrpo.launch.doctor_host import Finding
+from agrpo.lifecycle import die_with_parent
+
+Tell = Callable[[Finding], None]
+SHOWN = 300  # characters of a prompt or an observation
+LONG_SCORE_S = 5.0  # a group that takes longer to score may hold generation
+NUM_PROMPTS, MAX_TOKENS = 2, 64  # of the step that is tried
+ANSWERS = ("I do not know.", "The answer is 42.")
+
+
+def main(part: str, folder: Path) -> int:
+    die_with_parent()
+    path, began = folder / f"{part}.jsonl", time.monotonic()
+
+    def tell(finding: Finding) -> None:
+        nonlocal began
+        now = time.monotonic()
+        timed = finding if finding.seconds else dataclasses.replace(finding, seconds=round(now - began, 3))
+        began = now
+        with path.open("a") as file:
+            file.write(json.dumps(dataclasses.asdict(timed)) + "\n")
+
+    try:
+        {"data": data, "rewards": rewards, "tools": tools, "server": server, "step": step}[part](_loaded(folder), folder, tell)
+    except AgrpoError as error:
+        for line in error.problems if isinstance(error, ConfigError) else [str(error)]:
+            tell(Finding(part, "fail", line))
+        return 1
+    return 0
+
+
+def _loaded(folder: Path) -> Config:
+    """The saved configuration with the devices of this machine, which are not saved."""
+    config = load(folder)
+    return config if config.run.use_cpu else dataclasses.replace(config, devices=detect())
+
+
+def as_rollout() -> None:
+    """As the rollout process is: without a GPU or a training job in sight."""
+    from agrpo.rollout.__main__ import leave_the_training_world
+
+    leave_the_training_world()
+
+
+def first_prompts(config: Config, count: int) -> tuple[Any, list[Any]]:
+    """The rows, and the first prompts in the order of the run."""
+    from agrpo.data.prompts import prompts_of
+    from agrpo.data.rows import gives_prompts
+
+    rows = config.data.open(needs_prompt=not gives_prompts(config))
+    seed = config.run.seed if config.data.seed is None else config.data.seed
+    prompts = prompts_of(rows, config.data.shuffle, seed)
+    return rows, [prompts.prompt_of(i) for i in range(count)]
+
+
+def data(config: Config, folder: Path, tell: Tell) -> None:
+    """The rows, the first prompt as the model reads it, and whether the template keeps what it has rendered."""
+    as_rollout()
+    from agrpo.env.render import Renderer
+    from agrpo.model.load import load_tokenizer
+
+    rows, prompts = first_prompts(config, 64)
+    size = f"{len(rows)} rows" if hasattr(rows, "__len__") else "no rows of its own" if rows is None else "a stream"
+    tell(Finding("data", "ok", f"{size}; columns {', '.join(prompts[0].columns) or 'none'} beside the prompt"))
+    tokenizer = load_tokenizer(config.model)
+    renderer = Renderer(tokenizer, config.sampler.chat_template_kwargs)
+    asked = [p for p in prompts if p.messages]
+    if not asked:
+        tell(Finding("prompt", "skip", "rows have no prompt: the environment gives it"))
+    else:
+        lengths = [len(renderer.ids(p.messages)) for p in asked]
+        text = renderer.text(asked[0].messages, generation_prompt=True)
+        spread = f"{min(lengths)} to {max(lengths)} tokens, mean {sum(lengths) / len(lengths):.0f}, over {len(lengths)} prompts"
+        tell(_room(config, max(lengths), f"{spread}; the first: {_short(text)}"))
+    if renderer.grows(with_users=False) or renderer.grows(with_users=True):
+        tell(Finding("template", "ok", "appending messages leaves the tokens before them as they were"))
+    else:
+        fix = "harmless for one answer per prompt; with tools or environments each turn becomes a sample of its own"
+        tell(Finding("template", "warn", "appending messages changes tokens before them", fix))
+
+
+def _room(config: Config, longest: int, text: str) -> Finding:
+    from agrpo.launch.plan import context_length
+
+    context, answer = context_length(config), config.sampler.max_completion_length
+    if context is None or longest + answer <= context:
+        return Finding("prompt", "ok", text)
+    fix = f"raise server.max_model_len to {longest + answer} or more, or lower sampler.max_completion_length"
+    found = f"{text}; the longest leaves {max(context - longest, 0)} of the {answer} tokens that an answer may take"
+    return Finding("prompt", "fail" if longest >= context else "warn", found, fix)
+
+
+def rewards(config: Config, folder: Path, tell: Tell) -> None:
+    """Every reward function on real rows, in the processes that a run scores in."""
+    as_rollout()
+    if not config.scorer.entries() if hasattr(config.scorer, "entries") else False:
+        tell(Finding("rewards", "skip", "no reward function: an environment, a workflow or a loop gives the reward"))
+        return
+    asyncio.run(_rewards(config, tell))
+
+
+async def _rewards(config: Config, tell: Tell) -> None:
+    from agrpo.model.load import load_tokenizer
+    from agrpo.types import Group
+
+    _, prompts = first_prompts(config, NUM_PROMPTS)
+    tokenizer, began = load_tokenizer(config.model), time.monotonic()
+    scorer = await config.scorer.open(config.data.columns() if hasattr(config.data, "columns") else None)
+    try:
+        tell(Finding("scorer", "ok", f"its workers have imported {', '.join(scorer.names)}", seconds=time.monotonic() - began))
+        for index, prompt in enumerate(prompts):
+            rollouts = tuple(_rollout(tokenizer, answer) for answer in ANSWERS)
+            began = time.monotonic()
+            try:
+                scored = await scorer.score(Group(index, prompt, rollouts, 0))
+            except AgrpoError:
+                raise
+            except Exception as error:  # a group that cannot be scored is dropped in a run
+                fix = "a run would drop such groups; mend the function, or raise scorer.timeout"
+                tell(Finding("rewards", "fail", f"row {prompt.row_index}: {_short(str(error))}", fix))
+                continue
+            tell(_scored(prompt, scored, time.monotonic() - began))
+    finally:
+        await scorer.close()
+
+
+def _scored(prompt: Any, group: Any, seconds: float) -> Finding:
+    given = "; ".join(
+        f"{answer!r}: " + ", ".join(f"{name} {value}" for name, value in rollout.rewards.items())
+        for answer, rollout in zip(ANSWERS, group.rollouts, strict=True)
+    )
+    text = f"row {prompt.row_index}: {given}"
+    if seconds > LONG_SCORE_S:
+        return Finding("rewards", "warn", text, "raise scorer.max_concurrent_groups, or make the function faster", seconds)
+    return Finding("rewards", "ok", text, seconds=max(seconds, 1e-3))
+
+
+def _turn(ids: list[int], prompt_ids: Any) -> Any:
+    from agrpo.types import Turn
+
+    n, heads = len(ids), np.zeros((len(ids), 0), np.float32)
+    return Turn(
+        np.asarray(prompt_ids, np.int32), np.asarray(ids, np.int32), np.zeros(n, np.float32), np.ones(n, bool),
+        np.zeros(n, np.int32), heads.astype(np.int32), heads, None, "stop",
+    )  # fmt: skip
+
+
+def _rollout(tokenizer: Any, answer: str) -> Any:
+    from agrpo.types import Rollout
+
+    ids = tokenizer(answer, add_special_tokens=False)["input_ids"]
+    return Rollout((_turn(ids, []),), [{"role": "assistant", "content": answer}])
+
+
+def tools(config: Config, folder: Path, tell: Tell) -> None:
+    """What plays the rollouts is made; an environment is reset with a real row and left again."""
+    as_rollout()
+    asyncio.run(_tools(config, tell))
+
+
+async def _tools(config: Config, tell: Tell) -> None:
+    from agrpo.env.resolve import open_player
+    from agrpo.model.load import load_tokenizer
+    from agrpo.rollout.__main__ import start_player
+
+    tokenizer = load_tokenizer(config.model)
+    rows, prompts = first_prompts(config, 1)
+    async with contextlib.AsyncExitStack() as stack:
+        player = open_player(config, tokenizer, 2**20, frozenset({tokenizer.eos_token_id or 0}))
+        await start_player(player, stack)
+        if hasattr(player, "check_rows"):
+            player.check_rows(rows)
+        if not hasattr(player, "stage"):
+            tell(Finding("workflow", "ok", f"{config.rollout.workflow} was made and started"))
+            return
+        try:
+            async with player.stage(prompts[0], -1, 0) as stage:
+                offered = [tool.__name__ for tool in stage.tools]
+                asked = stage.messages[-1]["content"] if stage.messages else ""
+        except RolloutFailure as failure:
+            fix = "mend the environment: every rollout of a run begins like this"
+            tell(Finding("environment", "fail", f"{failure.reason}: {_short(failure.text)}", fix))
+            return
+    name = "environment" if getattr(config.env, "factory", None) else "tools"
+    if name == "tools" and not offered:
+        tell(Finding("tools", "skip", "none are configured"))
+        return
+    tell(Finding(name, "ok", f"offers {', '.join(offered) or 'no tools'}; the first conversation asks: {_short(str(asked))}"))
+
+
+def server(config: Config, folder: Path, tell: Tell) -> None:
+    """The checks of a server that runs already; nothing there is changed."""
+    from agrpo.launch.check import rows_of
+    from agrpo.launch.prompts import long_prompts
+
+    _tell_rows(rows_of(config, config.server.urls, folder, long_prompts(config)), tell)
+
+
+def _tell_rows(rows: Any, tell: Tell) -> None:
+    for row in rows:
+        tell(Finding(f"server: {row.name}", row.status, row.found, row.fix))
+
+
+def step(config: Config, folder: Path, tell: Tell) -> None:
+    """The server with all its checks, then one optimizer step of the real processes, in a folder that is thrown away."""
+    from agrpo.launch import check
+    from agrpo.launch.supervisor import supervise
+
+    tried, began = _smallest(config, folder / "run"), time.monotonic()
+
+    def checked(_: Config, urls: Any, run_dir: Path, note: Any, prompts: Any) -> None:
+        tell(Finding("server start", "ok", f"answers at {', '.join(urls)}"))
+        rows = check.rows_of(config, urls, run_dir, prompts)  # those of the run to come, not of the smallest
+        _tell_rows(rows, tell)
+        check.raise_failed(rows)
+
+    try:
+        summary = supervise(tried, [], [], check_server=checked)
+    except AgrpoError as error:
+        tell(Finding("step", "fail", _short(str(error), 1500), "see the log files that are named below"))
+        return
+    tell(_stepped(summary, folder / "run", time.monotonic() - began))
+
+
+def _stepped(summary: dict[str, Any], run_dir: Path, seconds: float) -> Finding:
+    metrics = summary.get("metrics", {})
+    size = sum(p.stat().st_size for p in (run_dir / "checkpoints").rglob("*") if p.is_file())
+    names = ("loss", "grad_norm", "reward", "perf/step_s", "perf/weight_sync_s", "perf/weight_sync_parity")
+    figures = ", ".join(f"{name} {metrics[name]:.4g}" for name in names if isinstance(metrics.get(name), int | float))
+    text = f"one step through server, scorer and trainer: {figures}; a checkpoint is {size / 2**20:.1f} MiB"
+    if metrics.get("frac_reward_zero_std") == 1.0:
+        fix = "groups with equal rewards teach nothing; look at the rewards, and at rollout.group_size"
+        return Finding("step", "warn", f"{text}; all groups had equal rewards", fix, seconds)
+    return Finding("step", "ok", text, seconds=seconds)
+
+
+def _smallest(config: Config, run_dir: Path) -> Config:
+    """The same components with the least work that makes a step; nothing is logged elsewhere or uploaded."""
+    replace = dataclasses.replace
+    answer = min(config.sampler.max_completion_length, MAX_TOKENS)
+    budget = config.packer.token_budget
+    longest = _longest_prompt(config) + answer
+    advantage = config.advantage
+    if hasattr(advantage, "drop_zero_std"):
+        advantage = replace(advantage, drop_zero_std=False)  # answers cut short may all be worth the same
+    return replace(
+        config,
+        run=replace(config.run, output_dir=str(run_dir), max_steps=1, resume=None, gradient_accumulation_steps=1, objective=None),
+        checkpoint=replace(config.checkpoint, strategy="no", save_final=True, hub=replace(config.checkpoint.hub, push="no")),
+        rollout=replace(config.rollout, dump_to_file=False, accept_fn=None),
+        sampler=replace(config.sampler, max_completion_length=answer),
+        packer=replace(config.packer, token_budget=longest if budget is None else min(budget, longest)),
+        advantage=advantage,
+        logger=replace(config.logger, sinks={}, logging_steps=1, log_completions=False),
+        eval={},
+    )  # fmt: skip
+
+
+def _longest_prompt(config: Config) -> int:
+    from agrpo.env.render import Renderer
+    from agrpo.model.load import load_tokenizer
+
+    _, prompts = first_prompts(config, NUM_PROMPTS)
+    renderer = Renderer(load_tokenizer(config.model), config.sampler.chat_template_kwargs)
+    lengths = [len(renderer.ids(p.messages)) for p in prompts if p.messages]
+    # An environment's first message is not known here, and may be as long as everything the model says.
+    return max(lengths, default=0) + (4 * MAX_TOKENS if getattr(config.env, "factory", None) else 0) or MAX_TOKENS
+
+
+def _short(text: str, limit: int = SHOWN) -> str:
+    text = text.replace("\n", "\\n")
+    return text if len(text) <= limit else f"{text[:limit]}... ({len(text)} characters)"
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1], Path(sys.argv[2])))

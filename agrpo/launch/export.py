@@ -1,0 +1,90 @@
+"""`agrpo export`: from a run or one of its checkpoints to a Hugging Face folder, and from there to a hub."""
+
+from __future__ import annotations
+
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+
+from agrpo.config import Config, load
+from agrpo.errors import ConfigError
+
+MERGED, ADAPTER = "merged", "adapter"
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """What is exported: a checkpoint, or the folders that a finished run left; `step` is its name."""
+
+    run_dir: Path
+    checkpoint: Path | None  # None: the run's own export
+
+    @property
+    def name(self) -> str:
+        return "end" if self.checkpoint is None else self.checkpoint.name
+
+
+def source_of(path: Path) -> Source:
+    """A run's folder means its finished model, else its newest checkpoint. ConfigError for anything else."""
+    path = path.expanduser().absolute()
+    if (path / "config.yaml").exists():
+        if (path / "model" / "config.json").exists():
+            return Source(path, None)
+        found = sorted(p for p in (path / "checkpoints").glob("step-*") if (p / "shards" / ".metadata").exists())
+        if not found:
+            raise ConfigError(f"{path} has neither a folder model nor a checkpoint; continue it with run.resume=auto")
+        return Source(path, found[-1])
+    if (path / "shards" / ".metadata").exists():
+        run_dir = path.parents[1]
+        if not (run_dir / "config.yaml").exists():
+            raise ConfigError(f"{path} does not lie in its run: {run_dir}/config.yaml says how to read it, and is missing")
+        return Source(run_dir, path)
+    raise ConfigError(f"{path} is neither a run's folder nor one of its folders checkpoints/step-NNNNNN")
+
+
+def export(path: Path, output: Path | None, kind: str | None, repo: str | None, private: bool = False) -> Path:
+    """Write the folder, upload it where `repo` is named; the folder. `kind` None: the whole model, adapter merged in."""
+    source = source_of(path)
+    config = load(source.run_dir)
+    if kind == ADAPTER and not config.model.lora.enabled:
+        raise ConfigError("--adapter: this run trained the whole model (model.lora.enabled=false); use --merged")
+    kind = kind or MERGED
+    output = (output or source.run_dir / "export" / f"{source.name}-{kind}").expanduser().absolute()
+    if output.exists() and (not output.is_dir() or any(output.iterdir())):
+        raise ConfigError(f"--output: {output} exists already; choose another folder, or remove it")
+    beside = output.with_name(f".{output.name}.writing")
+    shutil.rmtree(beside, ignore_errors=True)
+    try:
+        _write(source, config, kind, beside)
+        output.parent.mkdir(parents=True, exist_ok=True)
+        if output.exists():
+            output.rmdir()
+        beside.rename(output)
+    finally:
+        shutil.rmtree(beside, ignore_errors=True)
+    if repo is not None:
+        from agrpo.model.hub import upload
+
+        upload(output, repo, private=private or None, message=f"agrpo {source.run_dir.name}, {source.name}")
+    return output
+
+
+def _write(source: Source, config: Config, kind: str, path: Path) -> None:
+    if kind == ADAPTER:
+        folder = (source.checkpoint or source.run_dir) / "adapter"
+        if not folder.exists():
+            raise ConfigError(f"{folder} is missing; export from a checkpoint: {source.run_dir}/checkpoints/step-NNNNNN")
+        shutil.copytree(folder, path)
+    elif source.checkpoint is None:
+        shutil.copytree(source.run_dir / "model", path)
+    else:
+        _write_merged(source.checkpoint, config, path)
+
+
+def _write_merged(checkpoint: Path, config: Config, path: Path) -> None:
+    from agrpo.model import checkpoint as checkpoints
+    from agrpo.model.load import load_model, load_tokenizer
+
+    model = load_model(config.model, "cpu")
+    checkpoints.restore_weights(checkpoint, model)
+    checkpoints.export_merged(model, load_tokenizer(config.model), path, checkpoints.export_dtype(config.model))

@@ -1,0 +1,70 @@
+"""A loopback HTTP server that takes uploads as a Hugging Face hub does: repositories, and commits of small files.
+
+`commits` holds (repository, summary, {path: bytes}) of each commit; `refuses` makes it answer 403.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import re
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+
+class Hub:
+    def __init__(self):
+        self.repositories, self.commits, self.tokens, self.refuses = {}, [], [], False
+        hub = self
+
+        class Handler(BaseHTTPRequestHandler):
+            protocol_version = "HTTP/1.1"
+
+            def log_message(self, *_):
+                pass
+
+            def do_GET(self):
+                self.handle_any(b"")
+
+            def do_POST(self):
+                self.handle_any(self.rfile.read(int(self.headers.get("Content-Length") or 0)))
+
+            def handle_any(self, body):
+                hub.tokens.append(self.headers.get("Authorization"))
+                status, answer = (403, {"error": "no right to write"}) if hub.refuses else hub.answer(self.path, body, self.url())
+                data = json.dumps(answer).encode()
+                self.send_response(status)
+                self.send_header("Content-Type", "application/json")
+                self.send_header("Content-Length", str(len(data)))
+                self.end_headers()
+                self.wfile.write(data)
+
+            def url(self):
+                return f"http://127.0.0.1:{self.server.server_port}"
+
+        self.server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self.url = f"http://127.0.0.1:{self.server.server_port}"
+        threading.Thread(target=self.server.serve_forever, daemon=True).start()
+
+    def answer(self, path, body, url):
+        if path == "/api/repos/create":
+            asked = json.loads(body)
+            name = f"{asked['organization']}/{asked['name']}" if asked.get("organization") else asked["name"]
+            self.repositories[name] = asked
+            return 200, {"url": f"{url}/{name}", "name": name}
+        if match := re.fullmatch(r"/api/models/([\w.-]+/[\w.-]+)/preupload/([\w.%-]+)", path):
+            files = json.loads(body)["files"]
+            return 200, {"files": [{"path": f["path"], "uploadMode": "regular", "shouldIgnore": False} for f in files]}
+        if match := re.fullmatch(r"/api/models/([\w.-]+/[\w.-]+)/commit/([\w.%-]+)(\?.*)?", path):
+            lines = [json.loads(line) for line in body.splitlines() if line]
+            header = next(line["value"] for line in lines if line["key"] == "header")
+            files = {line["value"]["path"]: base64.b64decode(line["value"]["content"]) for line in lines if line["key"] == "file"}
+            self.commits.append((match[1], header["summary"], files))
+            return 200, {"commitUrl": f"{url}/{match[1]}/commit/{'0' * 40}", "commitOid": "0" * 40}
+        if match := re.match(r"/api/models/([\w.-]+/[\w.-]+)(/revision/[\w.-]+)?", path):
+            return 200, {"id": match[1], "sha": "0" * 40, "siblings": []}
+        return 404, {"error": path}
+
+    def close(self):
+        self.server.shutdown()
+        self.server.server_close()

@@ -1,0 +1,43 @@
+"""`agrpo eval` on the quickstart's model: a server of its own, figures that fit together, nothing left running."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import psutil
+
+ROOT = Path(__file__).parents[2]
+MODEL = ROOT / "recipes" / "quickstart" / "model"
+
+
+def evaluate(folder: Path, *arguments: str) -> subprocess.CompletedProcess:
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    return subprocess.run(
+        [sys.executable, "-m", "agrpo", "eval", *arguments],
+        env=environment, cwd=folder, text=True, capture_output=True, timeout=240,
+    )  # fmt: skip
+
+
+def test_a_model_is_evaluated_alone(tmp_path):
+    run = tmp_path / "run"
+    settings = ("num_rollouts=4", "pass_at=[1,4]", "max_prompts=31")
+    done = evaluate(tmp_path, str(MODEL), "+recipe=quickstart", f"run.output_dir={run}", *(f"eval.heldout.{s}" for s in settings), "--json")
+    assert done.returncode == 0, done.stderr
+    answer = json.loads(done.stdout)
+    assert answer == json.loads((run / "evaluation.json").read_text()) and answer["model"] == str(MODEL)
+    found = answer["evaluations"]["heldout"]
+    assert found["rollouts_count"] == 4 * 31 and found["prompts_count"] == 31 and found["failed_count"] == 0
+    # Rewards are 0 or 1: pass@1 is the mean reward, and one of four passes more often than one of one.
+    assert 0.2 < found["reward"] == found["pass_at_1"] < found["pass_at_4"] <= 1
+    assert 0 < found["reward_ci95"] < 0.2
+    assert not [p for p in psutil.process_iter(["cmdline"]) if str(run) in " ".join(p.info["cmdline"] or [])]
+
+
+def test_a_configuration_without_evaluations_is_told_how_to_get_one(tmp_path):
+    done = evaluate(
+        tmp_path, str(MODEL), "data=jsonl", f"data.path={ROOT}/recipes/quickstart/train.jsonl", "server=embedded", "run.use_cpu=true",
+        "scorer.functions=[agrpo.recipes.quickstart.rewards.correct]", "model.precision=no",
+    )  # fmt: skip
+    assert done.returncode == 3 and done.stderr.startswith("eval has no entries: name one, for example '+eval.heldout=")
