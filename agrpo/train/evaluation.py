@@ -119,7 +119,7 @@ class Evaluations:
         self._due |= {
             name for name, e in self.evaluations.items() if e.every and step % e.every == 0 and not (is_last and e.at_end)
         }
-        if not self._due or not self.trainer.is_synced:
+        if not self._due or not self.trainer.is_synced or not self.feeder.is_connected:
             return
         names = [name for name in self.evaluations if name in self._due - set(self._record.running)]
         if names:

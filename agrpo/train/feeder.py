@@ -174,6 +174,11 @@ class Feeder:
         self._check()
         return self._listener.connected.wait(timeout_s)
 
+    @property
+    def is_connected(self) -> bool:
+        """Whether the rollout process has connected; what is sent before that reaches nobody."""
+        return self._listener is not None and self._listener.connected.is_set()
+
     def close(self) -> None:
         """Tell the rollout process that the run is over."""
         self._send(wire.Finish())

@@ -45,6 +45,7 @@ class Part:
             held, Ranks(True, 1.0), self.servers, self.feeder, max_staleness, timeout_s, self.beats.append, lambda: self.is_stopped
         )
         self.end, self.index = RolloutEnd(self.feeder), 0
+        assert self.feeder.await_rollout(10.0)
 
     def step(self, is_last=False):
         self.index += 1
