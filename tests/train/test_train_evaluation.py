@@ -67,6 +67,7 @@ class Part:
 def part(tmp_path, request):
     made = Part(tmp_path, **getattr(request, "param", {}))
     yield made
+    made.end.run(made.end.link.close())  # first: the listener reads until its other end has closed
     made.feeder.close()
 
 
