@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -50,8 +51,9 @@ class Updater:
 
     def step(self) -> Update:
         """Clip, update, advance the schedule, clear gradients; collective where gradients are sharded (LOSS-22)."""
-        rate, norm = self.learning_rate, self._norm() / self.loss_scale
-        is_applied = bool(torch.isfinite(norm))
+        # The one number that the host waits for in a step.
+        rate, norm = self.learning_rate, float(self._norm()) / self.loss_scale
+        is_applied = math.isfinite(norm)
         if is_applied:
             self._rescale(norm)
             self.optimizer.step()
@@ -59,7 +61,7 @@ class Updater:
         if is_applied or not self.is_scaled:
             self.scheduler.step()
         self._adapt(is_applied)
-        return Update(float(norm), rate, is_applied)
+        return Update(norm, rate, is_applied)
 
     def _norm(self) -> torch.Tensor:
         grads = [p.grad for p in self.parameters if p.grad is not None]
@@ -68,10 +70,10 @@ class Updater:
         norm = torch.nn.utils.get_total_norm([g.float() if g.dtype is torch.float16 else g for g in grads])
         return norm.full_tensor() if isinstance(norm, DTensor) else norm
 
-    def _rescale(self, norm: torch.Tensor) -> None:
+    def _rescale(self, norm: float) -> None:
         factor = 1.0 / self.loss_scale
-        if self.max_grad_norm > 0 and float(norm) > self.max_grad_norm:
-            factor *= self.max_grad_norm / (float(norm) + 1e-6)
+        if self.max_grad_norm > 0 and norm > self.max_grad_norm:
+            factor *= self.max_grad_norm / (norm + 1e-6)
         if factor != 1.0:
             torch._foreach_mul_([p.grad for p in self.parameters if p.grad is not None], factor)
 
