@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import logging
 import queue
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -29,6 +30,7 @@ from agrpo.types import ReadyGroup, Sample, Step
 
 FeederState = tuple[dict[str, Any], bytes, bytes | None]  # ledger; ready groups as frames; state of the user's loop
 LOOP_STATE_S = 30.0
+SWITCH_S = 0.0005  # instead of 5 ms, which a step would meet several times
 _log = logging.getLogger(__name__)
 
 
@@ -76,6 +78,8 @@ class Feeder:
         self._account.restored_tokens = sum(group.raw_tokens for group in ready)
         for group in ready:
             self._accept(group)
+        # While the threads here work, the training loop waits for the interpreter at most so long, each time.
+        sys.setswitchinterval(SWITCH_S)
         threading.Thread(target=self._plan, name="planner", daemon=True).start()
         self._listener = wire.Listener(host, port, key, self._start_state, self._receive)
 
