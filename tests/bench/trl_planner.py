@@ -26,8 +26,12 @@ samples = [
         arrays["token_ids"], arrays["loss_mask"], arrays["sampler_logprobs"], arrays["group_ids"], strict=True
     )
 ]
-began, count = time.process_time(), 0
-for rows in TokenBudgetBatcher(samples, 4, 65_536, {}):
-    packed = [row.pack() for row in rows]
-    count += 1
+# A microbatch comes only when a sample no longer fits: this one fits nowhere but in an empty row.
+last = {**samples[0], "input_ids": torch.full((65_536,), -1), "group_id": -1}
+began, num_placed, count = time.process_time(), 0, 0
+for rows in TokenBudgetBatcher([*samples, last], 4, 65_536, {}):
+    packed = [row.pack() for row in rows if row.samples]
+    num_placed, count = num_placed + sum(len(row.samples) for row in rows), count + 1
+    if num_placed == len(samples):
+        break
 print(json.dumps({"seconds": time.process_time() - began, "microbatches": count}))
