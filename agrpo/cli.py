@@ -69,12 +69,13 @@ def train(
         str | None, typer.Option(metavar="job|hydra|all", help="Print the configuration; start nothing.")
     ] = None,
     resolve: Annotated[bool, typer.Option("--resolve", help="With --cfg: resolve interpolations.")] = False,
+    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Print only the start, warnings and the end.")] = False,
 ) -> None:
     from agrpo.config import runner
 
     if cfg not in (None, "job", "hydra", "all"):
         raise typer.BadParameter(f"--cfg must be job, hydra or all, got {cfg}")
-    request = runner.Request(list(overrides or []), dry_run, multirun, config_dir, cfg, resolve)
+    request = runner.Request(list(overrides or []), dry_run, multirun, config_dir, cfg, resolve, quiet)
     _leave_with(lambda: runner.run(request, start_job))
 
 

@@ -32,7 +32,7 @@ class Run:
         None, "null = fresh run, auto = newest checkpoint in output_dir, or a checkpoint's path"
     )
     allow_dataset_change: bool = setting(False, "on resume, accept other data and start them from the first prompt")
-    callbacks: list[str] = setting(doc="import paths of trainer callbacks", factory=list)
+    callbacks: list[str] = setting(doc="import paths of callbacks: classes with methods such as on_step_end, or functions", factory=list)
     objective: str | None = setting(None, "metric whose last value a sweeper receives")
     collective_timeout: float = setting(1800.0, "seconds a trainer rank may go without progress", gt=0)
     parity_warn: float | None = setting(
@@ -209,8 +209,8 @@ class Logger:
     sinks: dict[str, bool] = setting(doc="where records go besides metrics.jsonl: sink name -> on or off", factory=dict)
     logging_steps: int = setting(1, "steps per record", ge=1)
     logging_first_step: bool = setting(False, "also write a record for the first step")
-    log_completions: bool = setting(False, "log prompts, completions and rewards")
-    num_completions_to_print: int | None = setting(None, "completions shown on the console; null = all", ge=1)
+    log_completions: bool = setting(False, "write completions.jsonl and show prompts, answers and rewards after each record")
+    num_completions_to_print: int | None = setting(None, "rollouts shown after each record; null = all of its window", ge=1)
     run_name: str | None = setting(None, "name of the run; null = its folder's name")
     project: str = setting("agrpo", "project that the run belongs to")
     options: dict[str, Any] = setting(doc="arguments of the chosen logger", factory=dict)

@@ -171,6 +171,10 @@ class ReadyGroup:
         """Forwarded tokens before sharing, the unit of admission (STA-5)."""
         return sum(len(s.token_ids) for s in self.samples)
 
+    @property
+    def num_trained_tokens(self) -> int:
+        return sum(s.num_trained_tokens for s in self.samples)
+
 
 @dataclass(frozen=True, slots=True)
 class Row:

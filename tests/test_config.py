@@ -185,7 +185,6 @@ def test_all_faults_are_reported_together():
         (["model=lora", "server=embedded", "server.max_lora_rank=8"], ["server.max_lora_rank", "32"]),
         (["optimizer.target_modules=[mlp]"], ["optimizer.target_modules", "null"]),
         (["optimizer.lr_scheduler_type=math.sqrt"], ["optimizer.lr_scheduler_type", "import path"]),
-        (["logger.num_completions_to_print=3"], ["logger.num_completions_to_print", "completions.jsonl"]),
         (["data.streaming=true"], ["run.max_steps", "data.streaming=true"]),
     ],
 )

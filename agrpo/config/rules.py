@@ -75,8 +75,6 @@ def _run(run: Run, devices: Devices) -> Iterator[str]:
         yield f"run.resume: {run.resume} is not a checkpoint folder; give one, or run.resume=auto for the newest"
     for path in run.callbacks:
         yield from _importable("run.callbacks", path)
-    if run.callbacks:
-        yield "run.callbacks are not called by this version; leave the list empty"
     if run.num_nodes > 1 and not re.fullmatch(r"[\w.-]+:\d{1,5}", run.master or ""):
         yield (
             f"run.num_nodes={run.num_nodes} needs the place where the nodes meet: set run.master=HOST:PORT, an address of this "
@@ -240,11 +238,6 @@ def _without_effect(config: Config) -> Iterator[str]:
         yield "optimizer.target_modules is not used by this version; leave it null"
     if "." in optimizer.lr_scheduler_type:
         yield f"optimizer.lr_scheduler_type must be one of {', '.join(SCHEDULES)} in this version, not an import path"
-    if config.logger.num_completions_to_print is not None:
-        yield (
-            "logger.num_completions_to_print is not used by this version; leave it null: logger.log_completions=true writes "
-            "completions.jsonl in the run folder"
-        )
 
 
 def _importable(key: str, path: str) -> Iterator[str]:

@@ -46,6 +46,7 @@ class Request:
     config_dir: str | None = None
     show: str | None = None  # Hydra's --cfg: job, hydra or all
     resolve: bool = False
+    quiet: bool = False
 
 
 @dataclass(frozen=True)
@@ -58,6 +59,7 @@ class Job:
     dry_run: bool
     multirun: bool
     number: int | None  # position in a sweep
+    quiet: bool = False
 
 
 def run(request: Request, start: Callable[[Job], float | None]) -> None:
@@ -85,7 +87,7 @@ def _run_hydra(request: Request, overrides: list[str], start: Callable, devices:
     arguments += ["--resolve"] if request.resolve else []
     # Full errors make Hydra raise instead of printing and exiting; DEFAULT_SYNC is read by conf/train.yaml.
     variables = {"HYDRA_FULL_ERROR": "1", SYNC_VARIABLE: DEFAULT_SYNC[devices.kind]}
-    task = _Task(start, devices, request.dry_run, request.multirun, time.time(), os.getpid())
+    task = _Task(start, devices, request.dry_run, request.multirun, request.quiet, time.time(), os.getpid())
     _register_resolver()
     with _replaced(arguments, variables):
         try:
@@ -112,6 +114,7 @@ class _Task:
     devices: Devices
     dry_run: bool
     multirun: bool
+    quiet: bool
     begun_at: float
     pid: int
     failures: list[Exception] = field(default_factory=list)
@@ -128,7 +131,7 @@ class _Task:
         try:
             tree = _plain_tree(composed)
             _fill_in(tree, folder, hydra.runtime.choices.get("recipe") or "default")
-            return self.start(Job(tree, shown, self.devices, self.dry_run, self.multirun, number))
+            return self.start(Job(tree, shown, self.devices, self.dry_run, self.multirun, number, self.quiet))
         except Exception as error:
             if os.getpid() != self.pid:
                 raise  # the launcher runs jobs elsewhere and reports them itself

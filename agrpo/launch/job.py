@@ -16,6 +16,7 @@ from agrpo.errors import AgrpoError, ConfigError
 from agrpo.launch.plan import resolved
 from agrpo.metrics import sinks
 from agrpo.rollout import loop_class
+from agrpo.train import callbacks
 
 if TYPE_CHECKING:
     from agrpo.config.runner import Job
@@ -33,7 +34,7 @@ def start(job: Job) -> float | None:
     if job.number is not None:
         print(f"job {job.number}: {' '.join(public(config, job.overrides))}", file=sys.stderr)
     try:
-        supervise(config, warnings, job.overrides)
+        supervise(config, warnings, job.overrides, quiet=job.quiet)
     except AgrpoError as error:
         if job.number is not None:
             # The sweep goes on; its end reports only the first failure.
@@ -46,7 +47,7 @@ def check(tree: dict[str, Any], devices: Devices) -> tuple[Config, list[str]]:
     """Every check that needs no server, those of the logger and of the user's own code included."""
 
     def more(config: Config) -> list[str]:
-        return [*sinks.problems(config.logger), *resolve.problems(config), *loop_class.problems(config)]
+        return [*sinks.problems(config.logger), *resolve.problems(config), *loop_class.problems(config), *callbacks.problems(config.run.callbacks)]
 
     return check_config(tree, devices, more=more)
 

@@ -23,6 +23,7 @@ from agrpo.launch.check import check_at_start
 from agrpo.launch.processes import Child, kill, spawn, stop, wait_all
 from agrpo.launch.prompts import long_prompts
 from agrpo.launch.server import Server
+from agrpo.metrics.completions import CompletionsTail
 from agrpo.metrics.console import Console
 
 STARTUP_S = 300.0  # a process may import and load for so long before its first sign of life (ARCH-6)
@@ -46,12 +47,13 @@ def supervise(
     overrides: list[str],
     make_processes: Callable = plan.processes,
     check_server: Callable = check_at_start,
+    quiet: bool = False,
 ) -> dict[str, Any]:
     """Run everything and return the summary. Raises the error that ended the run, with its exit code."""
     ports = plan.Ports.free()
     run_dir = Path(config.run.output_dir)
     processes = make_processes(config, run_dir, ports)
-    with run_folder.prepare(config, overrides, ports), _console(config, run_dir) as console:
+    with run_folder.prepare(config, overrides, ports), _console(config, run_dir, quiet) as console:
         for line in warnings:
             console.note(f"warning: {line}")
         supervisor = Supervisor(config, run_dir, processes, plan.server_urls(config, ports), console)
@@ -70,9 +72,12 @@ def supervise(
         return summary
 
 
-def _console(config: Config, run_dir: Path) -> Console:
-    shows_steps = config.logger.sinks.get("console", False)
-    return Console(run_dir, max_steps=config.run.max_steps, live=config.logger.progress_bar, shows_steps=shows_steps)
+def _console(config: Config, run_dir: Path, quiet: bool) -> Console:
+    logger = config.logger
+    shows_steps = logger.sinks.get("console", False)
+    return Console(
+        run_dir, max_steps=config.run.max_steps, live=logger.progress_bar, shows_steps=shows_steps, quiet=quiet
+    )
 
 
 class Supervisor:
@@ -96,6 +101,8 @@ class Supervisor:
         self._num_signals = 0
         self._asked = False  # whether the trainers know of the signal
         self._metrics = MetricsTail(run_dir / "metrics.jsonl")
+        logger = config.logger
+        self._completions = CompletionsTail(run_dir, logger.num_completions_to_print) if logger.log_completions else None
 
     @property
     def children(self) -> list[Child]:
@@ -127,17 +134,20 @@ class Supervisor:
             self._raise_if_silent()
             self._forward_signal()
             self._tell_phases(phases)
-            for record in self._metrics.new_records():
-                self.console.step(record)
+            self._show_records()
             time.sleep(0.1)
         self._raise_if_dead()
-        for record in self._metrics.new_records():
+        self._show_records()
+
+    def _show_records(self) -> None:
+        records = self._metrics.new_records()
+        for record in records:
             self.console.step(record)
+        if records and self._completions is not None:
+            self.console.completions(self._completions.new_rows())
 
     def _tell_phases(self, told: dict[str, str]) -> None:
-        """Start-up progress: each new phase of a process, until the first step is logged."""
-        if self._metrics.num_records:
-            return
+        """Each new phase of a process."""
         for child in self.children:
             phase = (child.beat() or {}).get("phase")
             if phase and told.get(child.name) != phase:
@@ -201,7 +211,7 @@ class Supervisor:
         if self.signal is None or self._asked:
             return
         self._asked = True
-        self.console.phase("stop", "finishing the step and saving; press Ctrl-C again to stop at once without saving")
+        self.console.event("stop", "finishing the step and saving; press Ctrl-C again to stop at once without saving")
         for trainer in self.trainers:
             trainer.terminate()
 

@@ -18,11 +18,16 @@ from rich.table import Table
 from rich.text import Text
 
 from agrpo.metrics.chart import curve
+from agrpo.metrics.completions import completion_table, plain_line
+from agrpo.metrics.live import VERDICTS, History, short_number, sides, token_line
 from agrpo.metrics.summary import evaluations
 
-SHOWN_STEPS = 8  # rows of the live table
-RECENT_STEPS = 10  # steps that the time left is estimated from
+SHOWN_STEPS = 5  # rows of the live table
+SHORTEST_CURVE, TALLEST_CURVE = 6, 14  # lines
 CURVE_FILE = "curve.txt"
+
+# Phases that the live view names after the first step; the others are the usual work.
+UNUSUAL = ("saving", "exporting", "evaluating", "sending the weights", "waiting for the server", "ending", "finishing", "starting")
 
 # key of a record, heading, short name in a line, unit, how the value is written
 COLUMNS = (
@@ -33,15 +38,6 @@ COLUMNS = (
     ("perf/rollout_wait_s", "wait", "s", lambda v: f"{v:.1f}"),
     ("perf/step_s", "step", "s", lambda v: f"{v:.1f}"),
 )
-
-
-def short_number(value: float) -> str:
-    """4800 -> 4.8k, 1234567 -> 1.2M, 37 -> 37."""
-    for size, letter in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
-        if abs(value) >= size:
-            scaled = value / size
-            return f"{scaled:.1f}{letter}" if abs(scaled) < 100 else f"{scaled:.0f}{letter}"
-    return f"{value:.0f}"
 
 
 def clock(seconds: float) -> str:
@@ -65,7 +61,8 @@ def step_line(record: Mapping[str, Any], max_steps: int | None = None) -> str:
 
 
 class Console:
-    """Shows one run. `live=None` decides by the terminal; `shows_steps=False` leaves phases, failures and the end."""
+    """Shows one run. `live=None` decides by the terminal; `shows_steps=False` leaves phases, failures and the end;
+    `quiet` leaves the start, warnings and the end."""
 
     def __init__(
         self,
@@ -74,17 +71,21 @@ class Console:
         max_steps: int | None = None,
         live: bool | None = None,
         shows_steps: bool = True,
+        quiet: bool = False,
         output: RichConsole | None = None,
     ):
         self.run_dir, self.max_steps, self.shows_steps = Path(run_dir), max_steps, shows_steps
-        self.output = output or RichConsole(highlight=False)
-        self.is_live = self.output.is_terminal if live is None else live
+        self.output, self.quiet = output or RichConsole(highlight=False), quiet
+        self.is_live = (self.output.is_terminal if live is None else live) and not quiet
         self._began = time.monotonic()
         self._phases: dict[str, tuple[str, float]] = {}  # process -> phase, when it began
-        self._records: list[Mapping[str, Any]] = []
+        self._told: set[tuple[str, str]] = set()  # phases that have a line already
+        self._history = History(tuple(key for key, *_ in COLUMNS), SHOWN_STEPS)
         self._view: Live | None = None
 
     def __enter__(self) -> Console:
+        steps = f", {self.max_steps} steps" if self.max_steps else ""
+        self.note(f"run {self.run_dir}{steps}")
         if self.is_live:
             self._view = Live(get_renderable=self.render, console=self.output, transient=True)
             self._view.start()
@@ -100,23 +101,35 @@ class Console:
             view.stop()
 
     def phase(self, process: str, text: str) -> None:
-        """A process entered a phase of its start; repeating the same phase changes nothing."""
+        """A process entered a phase; each is a line once, before the first step, where nothing is drawn live."""
         if self._phases.get(process, ("",))[0] == text:
             return
         self._phases[process] = (text, time.monotonic())
-        if not self.is_live and not self._records:
-            self.note(f"[{time.monotonic() - self._began:6.1f} s] {process}: {text}")
+        if not self.is_live and not self.quiet and not self._history and (process, text) not in self._told:
+            self._told.add((process, text))
+            self._event_line(process, text)
 
     def event(self, process: str, text: str) -> None:
         """Something happened to a process; a line that stays, whatever else is shown."""
         self._phases[process] = (text, time.monotonic())
+        self._event_line(process, text)
+
+    def _event_line(self, process: str, text: str) -> None:
         self.note(f"[{time.monotonic() - self._began:6.1f} s] {process}: {text}")
 
     def step(self, record: Mapping[str, Any]) -> None:
         """A record of `metrics.jsonl`."""
-        self._records.append(record)
-        if not self.is_live and self.shows_steps:
+        self._history.add(record)
+        if not self.is_live and self.shows_steps and not self.quiet:
             self.note(step_line(record, self.max_steps))
+
+    def completions(self, rows: Sequence[Mapping[str, Any]]) -> None:
+        """Rollouts of the window before the last record (LOG-7)."""
+        if self.is_live and rows:
+            self.output.print(completion_table(rows, self._safe))
+        elif not self.quiet:
+            for row in rows:
+                self.note(plain_line(row))
 
     def note(self, text: str) -> None:
         """A line that stays: above the live view, or simply the next line."""
@@ -131,33 +144,58 @@ class Console:
         self,
         summary: Mapping[str, Any],
         paths: Mapping[str, str | Path],
-        records: Sequence[Mapping[str, Any]] | None = None,
+        records: Sequence[Mapping[str, Any]] = (),
     ) -> None:
-        """The reward curve, each evaluation before and after, and where everything is; saves the curve as text."""
+        """The reward curve, each evaluation before and after, where the tokens went and where everything is.
+
+        Saves the curve as text. `records` are those that `step` has not seen.
+        """
         self.close()
-        records = self._records if records is None else records
-        chart = self._curve(records, height=14, ascii_only=self._is_ascii)
+        for record in records:
+            self._history.add(record)
+        chart = self._curve(TALLEST_CURVE, ascii_only=self._is_ascii)
         if chart:
-            (self.run_dir / CURVE_FILE).write_text(self._curve(records, height=14, ascii_only=True) + "\n")
-            self.note(f"\n{_title(records)}\n{chart}")
-        for name, points in (summary.get("eval") or evaluations(records)).items():
+            (self.run_dir / CURVE_FILE).write_text(self._curve(TALLEST_CURVE, ascii_only=True) + "\n")
+            if not self.quiet:
+                self.note(f"\n{self._title()}\n{chart}")
+        for name, points in (summary.get("eval") or self._history.evaluations).items():
             self.note(evaluation_line(name, points))
+        if summary.get("tokens"):
+            self.note(token_line(summary["tokens"]))
         self.note("")
         width = max((len(label) for label in paths), default=0)
         for label, path in paths.items():
             self.note(f"{label:<{width}}  {path}")
 
     def render(self) -> RenderableType:
-        """The live view: phases before the first record, then progress, the last steps and a small curve."""
-        if not self._records:
-            return self._phase_table()
-        parts: list[RenderableType] = [Text(self._progress_line())]
+        """The live view: phases before the first record; then progress, the two sides, the last steps and the curve."""
+        history = self._history
+        if not history:
+            elapsed = Text(f"starting   {clock(time.monotonic() - self._began)}", style="bold")
+            return Group(elapsed, self._phase_table())
+        parts: list[RenderableType] = [Text(self._progress_line(), style="bold"), Text(""), _side_table(history.latest)]
+        verdict = history.latest.get("diag/bottleneck")
+        if verdict:
+            parts.append(Text(VERDICTS.get(verdict, verdict), style="green" if verdict == "balanced" else "yellow"))
         if self.shows_steps:
-            parts.append(self._step_table())
-        for name, points in evaluations(self._records).items():
-            parts.append(Text(evaluation_line(name, points)))
-        chart = self._curve(self._records, height=8, ascii_only=self._is_ascii)
-        return Group(*parts, Text(f"{_title(self._records)}\n{chart}" if chart else ""))
+            parts += [Text(""), self._step_table()]
+        below = [Text(evaluation_line(name, points)) for name, points in history.evaluations.items()]
+        below += [Text(line, style="dim") for line in self._elsewhere()]
+        taken = len(parts) + 2 + (len(history.rows) if self.shows_steps else 0) + len(below)
+        height = min(max(self.output.height - taken - 3, SHORTEST_CURVE), TALLEST_CURVE)
+        chart = self._curve(height, ascii_only=self._is_ascii)
+        if chart:
+            parts += [Text(""), Text(self._title(), style="dim"), Text(chart)]
+        return Group(*parts, *below)
+
+    def _elsewhere(self) -> list[str]:
+        """What processes do beside the usual, such as saving or evaluating."""
+        now = time.monotonic()
+        return [
+            f"{process}: {text}  {clock(now - since)}"
+            for process, (text, since) in self._phases.items()
+            if text.startswith(UNUSUAL)
+        ]
 
     @property
     def _is_ascii(self) -> bool:
@@ -168,14 +206,19 @@ class Console:
         encoding = self.output.encoding or "ascii"
         return text.encode(encoding, "replace").decode(encoding, "replace")
 
-    def _curve(self, records: Sequence[Mapping[str, Any]], height: int, ascii_only: bool) -> str:
-        line = [(r["step"], r["reward"]) for r in records if r.get("reward") is not None]
-        marks = [(r["step"], point["reward"]) for r in records for point in _evaluated(r).values()]
+    def _curve(self, height: int, ascii_only: bool) -> str:
         width = min(self.output.width, 100) - 2
-        return curve(line, marks, width=width, height=height, ascii_only=ascii_only)
+        return curve(self._history.rewards, self._history.marks, width=width, height=height, ascii_only=ascii_only)
+
+    def _title(self) -> str:
+        names = list(self._history.evaluations)
+        return "reward by step" + (f"   (O = {', '.join(names)})" if names else "")
 
     def _phase_table(self) -> Table:
         table = Table.grid(padding=(0, 2))
+        table.add_column(no_wrap=True)
+        table.add_column(ratio=1, overflow="fold")
+        table.add_column(justify="right", no_wrap=True)
         now = time.monotonic()
         for process, (text, since) in self._phases.items():
             table.add_row(Text(process, style="bold"), Text(text), Text(f"{now - since:.1f} s", style="dim"))
@@ -185,37 +228,30 @@ class Console:
         table = Table(box=None, padding=(0, 1), header_style="dim", pad_edge=False)
         for heading in ("step", *(name + (f" {unit}" if unit else "") for _, name, unit, _ in COLUMNS), "bottleneck"):
             table.add_column(heading, justify="left" if heading == "bottleneck" else "right", no_wrap=True)
-        for record in _by_step(self._records)[-SHOWN_STEPS:]:
+        for record in self._history.rows:
             cells = [written(record[key]) if record.get(key) is not None else "-" for key, _, _, written in COLUMNS]
             table.add_row(str(record["step"]), *cells, str(record.get("diag/bottleneck", "")))
         return table
 
     def _progress_line(self) -> str:
-        step = self._records[-1]["step"]
+        step = self._history.step
         elapsed = f"elapsed {clock(time.monotonic() - self._began)}"
         if not self.max_steps:
             return f"step {step}   {elapsed}"
         filled = round(24 * min(step / self.max_steps, 1.0))
         bar = "#" * filled + "-" * (24 - filled)
-        left = self.time_left_s()
+        left = self._history.time_left_s(self.max_steps)
         to_go = f"   left {clock(left)}" if left is not None else ""
         return f"step {step}/{self.max_steps} [{bar}]   {elapsed}{to_go}"
 
-    def time_left_s(self) -> float | None:
-        """Steps to go times the mean time of the recent ones; None while unknown."""
-        durations = [r["perf/step_s"] for r in self._records[-RECENT_STEPS:] if r.get("perf/step_s") is not None]
-        if not self.max_steps or not durations:
-            return None
-        return max(self.max_steps - self._records[-1]["step"], 0) * sum(durations) / len(durations)
 
-
-def _by_step(records: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    """One row per trained step: records of one step are joined, those without a column to show are left out."""
-    rows: dict[int, Mapping[str, Any]] = {}
-    for record in records:
-        if any(record.get(key) is not None for key, *_ in COLUMNS):
-            rows[record["step"]] = {**rows.get(record["step"], {}), **record}
-    return list(rows.values())
+def _side_table(latest: Mapping[str, Any]) -> Table:
+    table = Table.grid(padding=(0, 2))
+    for justify in ("left", "right", "left"):
+        table.add_column(justify=justify, no_wrap=True)
+    for name, *cells in sides(latest):
+        table.add_row(Text(name, style="bold"), *map(Text, cells))
+    return table
 
 
 def evaluation_line(name: str, points: Mapping[str, Mapping[str, Any]]) -> str:
@@ -231,8 +267,3 @@ def evaluation_line(name: str, points: Mapping[str, Mapping[str, Any]]) -> str:
 
 def _evaluated(record: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
     return {name: points["after"] for name, points in evaluations([record]).items()}
-
-
-def _title(records: Sequence[Mapping[str, Any]]) -> str:
-    names = list(evaluations(records))
-    return "reward by step" + (f"   (O = {', '.join(names)})" if names else "")

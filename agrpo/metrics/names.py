@@ -195,6 +195,13 @@ batch/row_imbalance | ratio | F | mean | attention cost of the heaviest row / me
 batch/packing_ratio | ratio | F | ratio | raw tokens / unique tokens; 1.0 without sharing
 batch/pad_frac | 0..1 | F | ratio | transport padding / (padding + unique tokens)
 batch/dropped_oversize_count | count | F | sum | samples longer than the token budget
+# Generated tokens, by what became of them
+tokens/generated | tokens | W | sum | tokens of the servers' answers to rollouts for training; generated = in flight + discarded + sent
+tokens/sent | tokens | W | sum | of these, tokens to train that were handed to the trainer; sent = trained + discarded + untrained
+tokens/trained | tokens | F | sum | of these, tokens that a step has trained
+tokens/discarded/{reason} | tokens | W | sum | of these, tokens discarded for a reason, `unused` = in no trained position
+tokens/in_flight | tokens | W | last | of these, tokens of groups that are still generated or scored
+tokens/untrained | tokens | F | last | of these, tokens that wait for a step
 # Performance
 perf/step_s | s | T | mean | wall time from the end of the previous step to the end of this one
 perf/fwd_bwd_s | s | T | mean | forward and backward time of a step, measured on the device
@@ -211,7 +218,7 @@ perf/weight_sync_parity | nats | T | max | mean abs(trainer - server log-prob) o
 perf/fwd_bwd_forwarded_tokens_per_s | tokens/s | T | ratio | unique forwarded tokens / forward and backward seconds
 perf/wall_clock_forwarded_tokens_per_s | tokens/s | T | ratio | unique forwarded tokens / step seconds
 perf/wall_clock_trained_tokens_per_s | tokens/s | T | ratio | trained tokens / step seconds
-perf/fwd_bwd_mfu | 0..1 | T | ratio | model FLOPs of forward and backward / (seconds * devices * peak), where known
+perf/fwd_bwd_mfu | 0..1 | T | ratio | model FLOPs of forward and backward / (seconds * devices * peak), where the peak is known
 perf/wall_clock_mfu | 0..1 | T | ratio | the same over whole steps
 perf/fwd_bwd_hfu | 0..1 | T | ratio | as fwd_bwd_mfu, with the activations and logits that backward computes again
 perf/model_tflops_per_s | TFLOP/s | T | ratio | model FLOPs of forward and backward / seconds, all devices; known architectures only

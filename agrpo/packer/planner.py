@@ -217,6 +217,7 @@ class Planner:
             "batch/row_fill_frac": (unique, num_rows * self.token_budget),
             "batch/row_imbalance": (sum(_imbalance(m) for m in step.microbatches), num_microbatches),
             "batch/packing_ratio": (raw, unique),
+            "batch/pad_frac": (0, unique),  # rows travel at their own length
         }
 
     def _place(self, sample: Sample) -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import itertools
 import logging
 import time
@@ -31,6 +32,7 @@ from agrpo.rollout.evaluating import Evaluating, Opened
 from agrpo.rollout.judge import Dropped, Judge
 from agrpo.rollout.play import Slots
 from agrpo.rollout.server_watch import ServerWatch
+from agrpo.rollout.tokens import TokenAccount
 from agrpo.types import Group, Prompt, Rollout
 
 _log = logging.getLogger(__name__)
@@ -69,6 +71,7 @@ class Loop:
         self._link, self._policy = link, policy
         self._evaluating = Evaluating(evaluations, slots, judge, self._progress)
         self._window, self._life, self._custom = window, life, custom
+        self._tokens = TokenAccount(window)
         self._check_group = getattr(player, "check", None)
         start = link.start
         self._is_fresh = not start.resolved and not start.ready
@@ -146,6 +149,7 @@ class Loop:
                 await self._resolve_unplayed(group_id, "filtered")
                 continue
             self.admission.start(group_id)
+            self._tokens.open(group_id)
             yield group_id, prompt, prompt_ids
 
     async def _skip(self, group_id: int, prompt: Prompt, num_tokens: int) -> None:
@@ -185,10 +189,12 @@ class Loop:
             ready = await self._judge.ready(group, self._places)
         except Dropped as dropped:
             self.admission.drop(group_id)
+            self._tokens.dropped(group_id, dropped.reason)
             await self._send_metrics()
             await self._link.send_resolved(group_id, dropped.reason)
         else:
             self.admission.send(group_id, ready.raw_tokens)
+            self._tokens.sent(ready)
             await self._send_metrics()
             await self._link.send_ready(ready)
         self._progress("generating")
@@ -204,7 +210,10 @@ class Loop:
             return versions[0]
 
         async def play(slot: int) -> Rollout:
-            rollout = await self._slots.play(prompt, group_id, slot, None, prompt_ids, places[slot], start)
+            counted = functools.partial(self._tokens.counted, group_id=group_id, slot=slot)
+            rollout = await self._slots.play(prompt, group_id, slot, None, prompt_ids, places[slot], start, counted)
+            if rollout.failure is not None:
+                self._tokens.failed(group_id, slot, rollout.failure)
             self.admission.finish_rollout(group_id, None if rollout.failure else forwarded_tokens(rollout))
             self._progress("generating")
             return rollout
@@ -245,6 +254,7 @@ class Loop:
         now = time.monotonic()
         self._window.add("rollout/generated_tokens_per_s", 0, now - self._reported_at)
         self._reported_at = now
+        self._tokens.record()
         await self._link.send_metrics(self._window.to_wire())
 
     async def _report(self) -> None:
@@ -254,6 +264,7 @@ class Loop:
             self._window.add("rollout/score_queue_size", self._judge.num_waiting)
             self._window.add("rollout/concurrency", self._places.cap.num_in_flight)
             self._window.add("rollout/concurrency_cap", self._places.cap.value)
+            self._window.add("perf/metrics_dropped_count", 0)
             await self._send_metrics()
 
     async def _watch_progress(self) -> None:

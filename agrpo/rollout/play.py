@@ -52,10 +52,12 @@ class Slots:
         prompt_ids: np.ndarray | None = None,
         place: asyncio.Future[None] | None = None,
         on_start: Callable[[], int] | None = None,
+        counted: Callable[[Any], Any] = lambda generate: generate,
     ) -> Rollout:
         """The rollout, usable or not. `place` was asked for before; `asked` is what an evaluation wants of it.
 
         `on_start` is called when the rollout begins and gives its group's version; one without it is never too old.
+        `counted` makes of what the rollout generates with one that keeps count.
         """
         running = Running()
         if asked is None:
@@ -63,7 +65,7 @@ class Slots:
         elif not await asked.window.gets(self._places.ask(is_first=True)):
             return _unusable(STALE, asked.window.text(running), running)
         self.in_flight[group_id, slot] = running
-        generate = self._generate(asked, running, on_start)
+        generate = counted(self._generate(asked, running, on_start))
         try:
             rollout = await self._player.play(prompt, generate, group_id, slot, prompt_ids)
         except RolloutFailure as failure:

@@ -21,6 +21,7 @@ from typing import Any
 
 from agrpo import wire
 from agrpo.ledger import AdmissionCredit, Ledger
+from agrpo.metrics.balance import TokenBalance
 from agrpo.metrics.window import Window
 from agrpo.train.account import Account
 from agrpo.train.evaluation import EvaluationRecord
@@ -69,6 +70,7 @@ class Feeder:
         self._has_ended = False
         self.evaluations = EvaluationRecord(self._send)
         self._num_held = 0  # syncs left out for an evaluation
+        self.balance = TokenBalance()
         self.heard_at = 0.0  # time.monotonic() of the rollout process's last message
         self._error: BaseException | None = None
         self._listener: wire.Listener | None = None
@@ -77,6 +79,7 @@ class Feeder:
         """Start planning from `ready` (saved with a checkpoint) and listen for the rollout process."""
         self._account.restored_tokens = sum(group.raw_tokens for group in ready)
         for group in ready:
+            self.balance.restored(group.num_trained_tokens)
             self._accept(group)
         # While the threads here work, the training loop waits for the interpreter at most so long, each time.
         sys.setswitchinterval(SWITCH_S)
@@ -112,6 +115,9 @@ class Feeder:
         """The optimizer has used the step: its groups are resolved (RUN-3)."""
         counts: dict[int, int] = {}
         with self._lock:
+            num_tokens = sum(sample.num_trained_tokens for sample in self._in_step)
+            self.balance.trained(num_tokens)
+            self._window.add("tokens/trained", num_tokens)
             for sample in self._in_step:
                 counts[sample.group_id] = counts.get(sample.group_id, 0) + 1
                 self._untrained.forget(sample)
@@ -148,8 +154,14 @@ class Feeder:
     def take_window(self) -> Window:
         """Everything measured since the last call, rollout process included."""
         with self._lock:
+            self._window.add("tokens/untrained", self._untrained.num_tokens)
             window, self._window = self._window, Window()
         return window
+
+    def token_totals(self) -> dict[str, Any]:
+        """What became of every generated token, for the summary."""
+        with self._lock:
+            return self.balance.totals(self._untrained.num_tokens)
 
     def state(self) -> FeederState:
         """What a checkpoint keeps (RES-2, RES-4): as it was when the user's loop gave its state, where there is one."""
@@ -219,6 +231,7 @@ class Feeder:
         elif isinstance(message, wire.Metrics):
             with self._lock:
                 self._window.merge(message.window)
+                self.balance.reported(message.window)
         elif isinstance(message, wire.EvalResult):
             figures = self.evaluations.receive(message)
             with self._lock:
@@ -234,6 +247,7 @@ class Feeder:
             self.ledger.dropped(message.group_id, message.reason)
             return
         self.ledger.ready(message.group_id, len(message.samples))
+        self.balance.received(message.num_trained_tokens)
         self._accept(message)
 
     def _accept(self, group: ReadyGroup) -> None:
@@ -296,6 +310,8 @@ class Feeder:
             self.ledger.dropped(sample.group_id, reason, 1)
             name = {"stale": "sample/dropped_stale_count", "oversize": "batch/dropped_oversize_count"}[reason]
             self._window.add(name, 1)
+            self.balance.discarded(reason, sample.num_trained_tokens)
+            self._window.add(f"tokens/discarded/{reason}", sample.num_trained_tokens)
 
     def _emit(self, step: Step) -> None:
         samples = self._planner.step_samples

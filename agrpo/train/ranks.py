@@ -89,6 +89,14 @@ class Ranks:
         dist.recv(buffer, 0)
         return decode_work(buffer.numpy().tobytes())
 
+    def any(self, flag: bool) -> bool:
+        """Whether `flag` is true on any rank."""
+        if self.world_size == 1:
+            return flag
+        box = torch.tensor([int(flag)])
+        dist.all_reduce(box, dist.ReduceOp.MAX)
+        return bool(box)
+
     def tell(self, number: int) -> int:
         """Rank 0's number on every rank."""
         if self.world_size == 1:

@@ -11,21 +11,35 @@ from agrpo.metrics.window import Window
 from agrpo.train.loop import Trainer
 from agrpo.train.meter import open_meter
 from agrpo.train.state import Progress
+from agrpo.types import Step
 
 
 class Recorder:
     """Step times and records of one rank (LOG-1); `feeder` and `sinks` are rank 0's, None and empty elsewhere."""
 
     def __init__(
-        self, config: Config, trainer: Trainer, progress: Progress, feeder: Any, sinks: list[Any], num_rows: int | None
+        self,
+        config: Config,
+        trainer: Trainer,
+        progress: Progress,
+        feeder: Any,
+        sinks: list[Any],
+        num_rows: int | None,
+        callbacks: Any,
     ):
         self._config, self._trainer, self._progress = config, trainer, progress
         self._feeder, self._sinks, self._num_rows = feeder, sinks, num_rows
         ranks = trainer.ranks
-        self.meter = open_meter(config.model, trainer.model, ranks.device, ranks.world_size)
+        self._meter = open_meter(config.model, trainer.model, ranks.device, ranks.world_size)
+        self._callbacks = callbacks
         self._num_steps = 0  # since the last record
         self._counted = progress.step
         self._step_ended_at = time.perf_counter()
+
+    def took(self, step: Step) -> None:
+        """Rank 0 hands out `step`."""
+        self._progress.num_tokens += sum(r.num_tokens for m in step.microbatches for r in m.rows)
+        self._meter.add(step)
 
     def step(self, step_index: int) -> None:
         """After each step; writes where a window ends."""
@@ -53,6 +67,7 @@ class Recorder:
         record = {**window.record(step_index), **verdict}
         for sink in self._sinks:
             sink.write(step_index, record)
+        self._callbacks.logged(step_index, record)
 
     def _write_steps(self, step_index: int) -> None:
         trainer, steps = self._trainer, self._num_steps
@@ -71,7 +86,7 @@ class Recorder:
         window.add("perf/fwd_bwd_forwarded_tokens_per_s", unique, total_s)
         window.add("perf/wall_clock_forwarded_tokens_per_s", unique, step_s)
         window.add("perf/wall_clock_trained_tokens_per_s", window.total("batch/trained_tokens_per_step"), step_s)
-        self.meter.record(window, total_s, step_s)
+        self._meter.record(window, total_s, step_s)
         window.add("num_tokens", self._progress.num_tokens)
         if self._num_rows:
             window.add("epoch", self._feeder.num_resolved / self._num_rows)

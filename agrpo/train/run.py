@@ -11,7 +11,7 @@ from typing import Any
 
 from agrpo.config import Config
 from agrpo.data.rows import gives_prompts
-from agrpo.errors import AgrpoError, ServerError, StallError
+from agrpo.errors import AgrpoError, ContractError, ServerError, StallError
 from agrpo.ledger import Intervals, Ledger
 from agrpo.lifecycle import Life, Runtime
 from agrpo.metrics.sinks import open_sinks
@@ -23,6 +23,7 @@ from agrpo.model.optim import Updater
 from agrpo.model.spread import open_model
 from agrpo.sync.control import ServerControl
 from agrpo.train import evaluation, opening
+from agrpo.train.callbacks import open_callbacks
 from agrpo.train.facts import probe_ids, seed_all, served_model
 from agrpo.train.feeder import Feeder
 from agrpo.train.outage import Outage
@@ -34,6 +35,7 @@ from agrpo.train.state import Progress, checkpoint_to_resume, restore, save
 _IDLE_S = 1.0  # how often rank 0 looks up while it waits for samples
 _LOOK_S = 0.25  # how often while it waits for the rollout process to connect
 _CONNECT_S = 30.0  # for the rollout process to connect before it is told that the run is over
+CALLBACK_STOP = "stopped by a callback"
 _log = logging.getLogger(__name__)
 
 
@@ -141,11 +143,20 @@ class TrainRun:
         """Steps until the run is complete, asked to stop or without a server; every rank runs the same sequence."""
         self.began_at = time.perf_counter()
         self._waited_s = 0.0
-        self.recorder = Recorder(self.config, self.trainer, self.progress, self.feeder, self.sinks, self.num_rows)
+        self.callbacks = open_callbacks(
+            self.config, self.ranks, self.progress.callbacks, model=self.model, processing_class=self.tokenizer,
+            optimizer=self.updater.optimizer, lr_scheduler=self.updater.scheduler,
+        )  # fmt: skip
+        self.recorder = Recorder(
+            self.config, self.trainer, self.progress, self.feeder, self.sinks, self.num_rows, self.callbacks
+        )
         if self.ranks.is_first and self._is_complete():
             _log.info("the run is complete already: %d steps, %d groups resolved", self.progress.step, self.feeder.num_resolved)
         try:
+            self.callbacks.call("on_train_begin", self.progress.step)
             self._take_steps()
+        except ContractError as error:  # of a callback, raised on all ranks alike
+            self._end_by(error)
         except ServerError as error:  # a failed sync or a gap above run.parity_stop, raised on all ranks alike
             if self.ranks.tell(self.stop_requested):
                 self.exit_reason = "stopped by a signal"
@@ -170,6 +181,7 @@ class TrainRun:
                 self.evaluations.resend()
                 continue
             self.life.beat("training", step=work.index)
+            self.callbacks.call("on_step_begin", self.progress.step)
             self.trainer.step(work)
             self.progress.step = work.index
             if self.ranks.is_first:
@@ -178,10 +190,12 @@ class TrainRun:
                 self.trainer.send_weights(self.trainer.version + 1)
                 if self.ranks.is_first:
                     self.feeder.synced(self.trainer.version)
+                self.callbacks.call("on_sync", work.index, version=self.trainer.version)
             if self.ranks.is_first:
                 self.evaluations.ask_due(work.index, is_last=self._is_complete())
             self.recorder.step(work.index)
-            if self._is_save_due(work.index):
+            self.callbacks.call("on_step_end", work.index)
+            if self._is_save_due(work.index) | self.callbacks.take_save():
                 self.save()
 
     def _next_works(self) -> list:
@@ -189,6 +203,9 @@ class TrainRun:
         count = self.ranks.world_size
         if self.stop_requested:
             self.exit_reason = "stopped by a signal"
+            return [END] * count
+        if self.callbacks.stops:
+            self.exit_reason = CALLBACK_STOP
             return [END] * count
         if self._is_complete():
             return [END] * count
@@ -206,8 +223,7 @@ class TrainRun:
         self._step = step
         self.trainer.window.add("perf/rollout_wait_s", self._waited_s)
         self._waited_s = 0.0
-        self.recorder.meter.add(step)
-        self.progress.num_tokens += sum(r.num_tokens for m in step.microbatches for r in m.rows)
+        self.recorder.took(step)
         return divide(step, self.sharing)
 
     def _is_complete(self) -> bool:
@@ -241,6 +257,7 @@ class TrainRun:
         self.life.beat("saving a checkpoint", step=self.progress.step)
         self.progress.version, self.progress.is_synced = self.trainer.version, self.trainer.is_synced
         folder = checkpoints.folder_of(self.run_dir / "checkpoints", self.progress.step)
+        self.progress.callbacks = self.callbacks.state_dicts()
         fed = self.feeder.state() if self.ranks.is_first else None
         save(folder, self.model, self.updater, self.config.checkpoint, self.progress, fed, self.fingerprint)
         if self.uploads.is_due_after_save(self.progress.step):
@@ -249,12 +266,15 @@ class TrainRun:
             if self.ranks.is_first:
                 message = f"{self.config.checkpoint.hub.commit_message}, {folder.name}"
                 self.uploads.start(copy, message, self.life.beat, is_temporary=True)
+        if self.failure is None:
+            self.callbacks.call("on_save", self.progress.step, folder=folder)
 
     def finish(self) -> None:
         """Checkpoint, exported model, final evaluations, summary (RUN-8). What was trained is safe before anything is
         asked of other processes."""
         wall_s = time.perf_counter() - self.began_at
-        is_done = bool(self.ranks.tell(self.exit_reason == "finished"))  # of a signal or an error rank 0 alone may know
+        # Of a signal or an error rank 0 alone may know.
+        is_done = bool(self.ranks.tell(self.exit_reason in ("finished", CALLBACK_STOP)))
         if self.ranks.is_first:
             self.feeder.end()
         if self.config.checkpoint.save_final or not is_done:
@@ -267,10 +287,12 @@ class TrainRun:
                 self.uploads.start(self.run_dir / "model", self.config.checkpoint.hub.commit_message, self.life.beat)
             self._evaluate()
         if self.ranks.is_first:
-            write_summary(self.run_dir, self.exit_reason, version=self.trainer.version, training_s=round(wall_s, 3))
+            facts = {"version": self.trainer.version, "training_s": round(wall_s, 3), "tokens": self.feeder.token_totals()}
+            write_summary(self.run_dir, self.exit_reason, **facts)
             self.uploads.finish(self.life.beat)
         if self.failure is not None:
             raise self.failure
+        self.callbacks.call("on_train_end", self.progress.step)
 
     def _evaluate(self) -> None:
         """Evaluations at the end see the final weights; those that still run are finished first."""

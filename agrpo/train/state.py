@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +28,7 @@ class Progress:
     ledger: dict[str, Any] | None = None
     ready: tuple[ReadyGroup, ...] = ()
     loop_state: bytes | None = None  # of the user's rollout loop
+    callbacks: dict[str, Any] = field(default_factory=dict)  # states of the user's callbacks, by import path
 
 
 def checkpoint_to_resume(run: Any, run_dir: Path) -> Path | None:
@@ -65,7 +66,8 @@ def restore(folder: Path, model: Any, updater: Any, run: Any, fingerprint: str |
 
 
 def _counters(state: dict[str, Any]) -> dict[str, Any]:
-    return {name: state[name] for name in ("step", "version", "num_tokens", "is_synced")}
+    counters = {name: state[name] for name in ("step", "version", "num_tokens", "is_synced")}
+    return {**counters, "callbacks": state.get("callbacks", {})}
 
 
 def save(
@@ -86,6 +88,7 @@ def save(
             "version": progress.version,
             "num_tokens": progress.num_tokens,
             "is_synced": progress.is_synced,
+            "callbacks": progress.callbacks,
             "fingerprint": fingerprint,
             "ledger": ledger,
         }

@@ -22,6 +22,11 @@ class Untrained:
     def group_ids(self) -> list[int]:
         return list(self._groups)
 
+    @property
+    def num_tokens(self) -> int:
+        """Tokens to train in all of them."""
+        return sum(s.num_trained_tokens for samples in self._samples.values() for s in samples)
+
     def group(self, group_id: int) -> ReadyGroup:
         """As it arrived, with all its samples."""
         return self._groups[group_id]

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import io
+import json
 
 import pytest
 from rich.console import Console as RichConsole
 
 from agrpo.metrics.chart import curve
-from agrpo.metrics.console import Console, clock, short_number, step_line
+from agrpo.metrics.completions import CompletionsTail
+from agrpo.metrics.console import Console, clock, step_line
+from agrpo.metrics.live import MOST_POINTS, History, short_number
 from agrpo.metrics.summary import summarize
 
 RECORD = {
@@ -20,6 +23,26 @@ RECORD = {
     "perf/rollout_wait_s": 0.84,
     "perf/step_s": 1.2,
     "diag/bottleneck": "generation-bound",
+}
+
+
+ROLLOUT = {
+    "prompt": [{"role": "user", "content": "What is [b]6 * 7[/b]?"}],
+    "completion": [
+        {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "calculate", "arguments": {"x": 1}}}]},
+        {"role": "tool", "content": "42"},
+    ],
+    "rewards": {"correct": 1.0, "short": None},
+    "advantage": 0.5,
+    "dropped": None,
+}
+TOKENS = {
+    "generated": 12321,
+    "restored": 0,
+    "trained": 9100,
+    "discarded": {"zero_std": 1900, "stale": 300, "timeout": 150, "unused": 50},
+    "untrained": 500,
+    "in_flight": 321,
 }
 
 
@@ -65,41 +88,90 @@ def test_numbers_are_short():
 def test_piped_output_is_one_plain_line_per_phase_and_step(tmp_path):
     console, file = make_console(tmp_path, terminal=False, max_steps=60)
     with console:
-        console.phase("server", "loading model")
-        console.phase("server", "loading model")
-        console.phase("rollout", "waiting for weights")
+        for text in ("loading model", "loading model"):
+            console.phase("server", text)
+        for text in ("waiting for weights", "generating", "waiting for weights", "generating"):
+            console.phase("rollout", text)
         console.step(RECORD)
         console.phase("rollout", "playing")
         console.note("server restarted [1/3]")
         console.failure("the reward accuracy raised ValueError: \u2264 0")
-    lines = file.getvalue().splitlines()
-    assert [line.split("] ", 1)[1] for line in lines[:2]] == ["server: loading model", "rollout: waiting for weights"]
-    assert lines[2] == step_line(RECORD, 60) and lines[3] == "server restarted [1/3]" and len(lines) == 5
+    run, *lines = file.getvalue().splitlines()
+    assert run == f"run {tmp_path}, 60 steps"
+    assert [line.split("] ", 1)[1] for line in lines[:3]] == [
+        "server: loading model", "rollout: waiting for weights", "rollout: generating",
+    ]  # fmt: skip
+    assert lines[3] == step_line(RECORD, 60) and lines[4] == "server restarted [1/3]" and len(lines) == 6
     assert "\x1b" not in file.getvalue()
 
 
-def test_quiet_console_keeps_phases_and_failures(tmp_path):
+def test_without_the_console_sink_phases_and_failures_are_left(tmp_path):
     console, file = make_console(tmp_path, terminal=False, shows_steps=False)
     with console:
         console.phase("server", "ready")
         console.step(RECORD)
         console.failure("gone")
-    assert [line.strip() for line in file.getvalue().splitlines()][1:] == ["gone"]
+    assert [line.strip() for line in file.getvalue().splitlines()][2:] == ["gone"]
+
+
+def test_quiet_leaves_the_start_warnings_and_the_end(tmp_path):
+    console, file = make_console(tmp_path, terminal=True, max_steps=7, quiet=True)
+    with console:
+        console.phase("server", "starting")
+        console.note("warning: the context is short")
+        for record in make_records(7):
+            console.step(record)
+        console.completions([ROLLOUT])
+        console.event("server", "ended with code 1 after 12 s, restart 1 of 3")
+        console.finish({"tokens": TOKENS}, {"model": "/runs/a/model"})
+    run, warning, event, evaluation, tokens, _, model = file.getvalue().splitlines()
+    assert (run, warning, model) == (f"run {tmp_path}, 7 steps", "warning: the context is short", "model  /runs/a/model")
+    assert event.endswith("restart 1 of 3") and evaluation.startswith("heldout  0.520")
+    assert tokens == (
+        "tokens  12.3k generated = 9.1k trained + 2.4k discarded (zero_std 1.9k, stale 300, timeout 150) + 500 untrained + "
+        "321 in flight"
+    )
+
+
+def test_rollouts_follow_their_record_as_a_table_or_as_lines(tmp_path):
+    console, file = make_console(tmp_path, terminal=False)
+    console.completions([ROLLOUT, {**ROLLOUT, "advantage": None}, {**ROLLOUT, "dropped": "zero_std"}])
+    first, second, third = file.getvalue().splitlines()
+    call = '"assistant: calculate({\\"x\\": 1}) tool: 42"'
+    assert first == f'  "What is [b]6 * 7[/b]?" -> {call}  correct 1 short none  advantage +0.500'
+    assert second.endswith("advantage in the step") and third.endswith("advantage zero_std")
+    console, file = make_console(tmp_path, terminal=True)
+    console.completions([{**ROLLOUT, "completion": [{"role": "assistant", "content": "x" * 5000}]}])
+    lines = file.getvalue().splitlines()
+    assert max(map(len, lines)) <= 80 and len(lines) < 40 and "[b]6 * 7[/b]?" in file.getvalue()
+
+
+def test_rollouts_are_read_as_they_come_and_no_more_than_asked_for(tmp_path):
+    path = tmp_path / "completions.jsonl"
+    path.write_text(json.dumps({"group": 0}) + "\n")
+    tail, everything = CompletionsTail(tmp_path, 2), CompletionsTail(tmp_path, None)
+    with path.open("a") as file:
+        file.write("".join(json.dumps({"group": i}) + "\n" for i in (1, 2, 3)) + '{"gro')
+    assert [row["group"] for row in tail.new_rows()] == [2, 3]
+    assert [row["group"] for row in everything.new_rows()] == [1, 2, 3]
+    assert tail.new_rows() == []
 
 
 def test_live_view_shows_phases_and_then_the_steps_in_80_columns(tmp_path):
     console, _ = make_console(tmp_path, terminal=True, max_steps=60)
     console.phase("server", "loading model")
     console.phase("trainer0", "sending the first weights")
-    assert [line.split()[0] for line in rendered(console).splitlines()] == ["server", "trainer0"]
+    assert [line.split()[0] for line in rendered(console).splitlines()] == ["starting", "server", "trainer0"]
     for record in [*make_records(12), {"step": 12, "eval/heldout/reward": 0.94, "eval/heldout/version": 12.0}]:
         console.step(record)
     text = rendered(console)
     assert max(map(len, text.splitlines())) <= 80
     assert "step 12/60 [#####-------------------]" in text and "left 0:57" in text  # 48 steps of 1.2 s
-    header, *rows = [line for line in text.splitlines() if "bottleneck" in line or "generation-bound" in line]
+    assert "generation-bound: training waits for samples" in text
+    header, *rows = [line for line in text.splitlines() if "bottleneck" in line or line.endswith("generation-bound")]
     assert header.split() == ["step", "reward", "loss", "staleness", "tokens/s", "wait", "s", "step", "s", "bottleneck"]
-    assert [row.split()[0] for row in rows] == [str(i) for i in range(5, 13)]
+    rows = [row.strip() for row in rows]
+    assert [row.split()[0] for row in rows] == [str(i) for i in range(8, 13)]
     assert rows[-1].split() == ["12", "0.90", "-0.013", "1.0", "4.8k", "0.8", "1.2", "generation-bound"]
     assert "heldout  0.520 (version 0) -> 0.940 (version 12)" in text
 
@@ -130,6 +202,37 @@ def test_run_that_failed_before_its_first_step_still_lists_its_paths(tmp_path):
     console, file = make_console(tmp_path, terminal=False)
     console.finish(summarize([], "error"), {"logs": "/runs/a/logs"})
     assert file.getvalue().split() == ["logs", "/runs/a/logs"]
+
+
+def test_the_live_view_says_what_each_side_does_and_fits_a_small_terminal(tmp_path):
+    console, _ = make_console(tmp_path, terminal=True, max_steps=60)
+    console.output.height = 24
+    sides = {
+        "rollout/generated_tokens_per_s": 5120.0,
+        "rollout/concurrency": 41.6,
+        "rollout/concurrency_cap": 64.0,
+        "rollout/queue_size": 12.4,
+        "sample/staleness_max": 2.0,
+    }
+    for record in make_records(30):
+        console.step({**record, **sides})
+    console.phase("trainer0", "saving a checkpoint")
+    lines = rendered(console).rstrip().splitlines()
+    assert len(lines) <= 24 and max(map(len, lines)) <= 80
+    shown = [" ".join(line.split()) for line in lines]
+    assert "generation 5.1k tokens/s 42 of 64 rollouts in flight" in shown
+    assert "training 4.8k tokens/s step 1.2 s, waits 0.8 s (70% of the time)" in shown
+    assert "queue 12 samples staleness mean 1.0, largest 2 versions" in shown
+    assert lines[-1].startswith("trainer0: saving a checkpoint")
+
+
+def test_a_long_run_is_kept_in_bounded_space():
+    history = History(("reward",), 5)
+    for step in range(1, 10_001):
+        history.add({"step": step, "reward": step / 10_000, "perf/step_s": 2.0})
+    assert len(history.rows) == 5 and MOST_POINTS / 2 <= len(history.rewards) <= MOST_POINTS
+    assert history.rewards[0] == (1, 1e-4) and history.rewards[-1][0] > 9_990
+    assert history.time_left_s(10_100) == 200 and history.time_left_s(None) is None
 
 
 def test_curve_puts_points_where_they_belong():

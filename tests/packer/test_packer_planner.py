@@ -299,6 +299,7 @@ def test_statistics_are_the_steps_sums():
         "batch/row_fill_frac": (11, 22),
         "batch/row_imbalance": (27 / ((27 + 6) / 2), 1),
         "batch/packing_ratio": (13, 11),
+        "batch/pad_frac": (0, 11),
     }
 
 
