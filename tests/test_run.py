@@ -10,6 +10,7 @@ import pytest
 
 from agrpo.ledger import replay
 from agrpo.metrics.names import undeclared
+from tests import metric_list
 from tests.standins import tiny_dataset, tiny_qwen3
 
 ROOT = Path(__file__).parents[1]
@@ -38,7 +39,9 @@ def assert_complete(run: Path, num_steps: int) -> list[dict]:
     records = records_of(run)
     assert [r["step"] for r in records][:num_steps] == list(range(1, num_steps + 1))
     assert undeclared({name for record in records for name in record}) == []
+    assert metric_list.absent(records) == [] and metric_list.outside(records) == []
     summary = json.loads((run / "summary.json").read_text())
+    assert summary["tokens"]["unaccounted"] == 0 < summary["tokens"]["trained"]
     assert summary["global_step"] == num_steps and summary["exit_reason"] == "finished"
     for name in ("config.yaml", "versions.json", "ledger.jsonl", "logs/server.log", "logs/rollout.log", "logs/trainer0.log"):
         assert (run / name).exists(), name
@@ -60,6 +63,8 @@ def test_a_sweep_gives_two_complete_runs(tmp_path):
         records = assert_complete(out / str(job), 3)
         assert f"agrpo.loss.{loss}." in (out / str(job) / "config.yaml").read_text()
         assert ("sampling/sampler_mass" in records[0]) == (loss == "score_centering")
+        kinds = ("centering", "tail") if loss == "score_centering" else ()
+        assert metric_list.absent(records, "eval", *kinds) == []
         first = records[0]
         # At staleness 0 trainer and sampler hold the same weights in the same precision (DIAG-6).
         assert first["sample/staleness_max"] == 0

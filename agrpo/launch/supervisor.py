@@ -282,7 +282,7 @@ class MetricsTail:
         complete = [line for line in lines if line.endswith(b"\n")]
         self._position += sum(map(len, complete))
         self.num_records += len(complete)
-        return [json.loads(line) for line in complete]
+        return [json.loads(line) for line in complete if line.strip()]
 
 
 class _Handlers:

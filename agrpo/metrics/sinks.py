@@ -11,6 +11,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
+import yaml
+
 from agrpo.errors import ConfigError
 
 log = logging.getLogger(__name__)
@@ -79,7 +81,10 @@ def _sink_class(name: str) -> Any:
 
 
 class Jsonl:
-    """One JSON object per line, flushed at once; values that are not finite are null."""
+    """One JSON object per line, written at once; values that are not finite are null.
+
+    On a full disk the records are kept and written once there is room: training goes on.
+    """
 
     def __init__(self, run_dir: Path, resumed_step: int | None = None):
         path = Path(run_dir) / FILE_NAME
@@ -89,14 +94,25 @@ class Jsonl:
             beside = path.with_name(f".{FILE_NAME}")
             beside.write_text("".join(json.dumps(record) + "\n" for record in kept))
             beside.replace(path)
-        self._file = path.open("a")
+        self._file = path.open("ab", buffering=0)
+        self._pending, self._is_well = b"", True
 
     def write(self, step: int, record: Record) -> None:
         finite = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in record.items()}
-        self._file.write(json.dumps({"step": step, **finite}) + "\n")
-        self._file.flush()
+        self._pending += (json.dumps({"step": step, **finite}) + "\n").encode()
+        try:
+            while self._pending:
+                self._pending = self._pending[self._file.write(self._pending) :]
+        except OSError as error:
+            if self._is_well:
+                log.warning("%s cannot be written from step %d: %s; it is tried again each time", FILE_NAME, step, error)
+            self._is_well = False
+        else:
+            self._is_well = True
 
     def close(self) -> None:
+        if self._pending:
+            log.warning("%s lacks the last %d bytes", FILE_NAME, len(self._pending))
         self._file.close()
 
 
@@ -161,14 +177,20 @@ class Tensorboard:
         self._writer.close()
 
 
+def _named(section: Any, run_dir: Path) -> dict[str, Any]:
+    """Project, name and configuration of a run, as services take them."""
+    path = Path(run_dir) / "config.yaml"
+    config = yaml.safe_load(path.read_text()) if path.exists() else {}
+    return {"project": section.project, "name": section.run_name or Path(run_dir).name, "config": config}
+
+
 class Wandb:
     """A run of the project `logger.project`; WANDB_MODE=offline keeps it on this machine."""
 
     def __init__(self, section: Any, run_dir: Path, options: dict[str, Any]):
         import wandb
 
-        name = section.run_name or Path(run_dir).name
-        self._run = wandb.init(**{"project": section.project, "name": name, "dir": str(run_dir), **options})
+        self._run = wandb.init(**{**_named(section, run_dir), "dir": str(run_dir), **options})
 
     def write(self, step: int, record: Record) -> None:
         self._run.log({k: v for k, v in record.items() if k != "step"}, step=step)
@@ -184,7 +206,7 @@ class Trackio:
         import trackio
 
         self._trackio = trackio
-        trackio.init(**{"project": section.project, "name": section.run_name or Path(run_dir).name, **options})
+        trackio.init(**{**_named(section, run_dir), **options})
 
     def write(self, step: int, record: Record) -> None:
         self._trackio.log({k: v for k, v in record.items() if k != "step"}, step=step)

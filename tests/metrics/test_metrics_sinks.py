@@ -5,13 +5,20 @@ from __future__ import annotations
 import json
 import logging
 import math
+import os
+import subprocess
+import sys
+import textwrap
 import types
+from pathlib import Path
 
 import pytest
 
 from agrpo.errors import ConfigError
 from agrpo.metrics.sinks import open_sinks, problems, read_records
 from agrpo.metrics.summary import read_summary, write_summary
+
+ROOT = Path(__file__).parents[2]
 
 
 def make_section(*names: str, **options):
@@ -105,6 +112,106 @@ def test_tensorboard_reads_back_what_was_written(tmp_path):
     events = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
     assert [(e.step, e.value) for e in events.Scalars("reward")] == [(1, 0.125), (3, 0.375), (5, 0.625)]
     assert events.Tags()["scalars"] == ["reward"]
+
+
+def run_with_small_files(tmp_path, code: str) -> str:
+    """What a process prints in which no file may grow beyond 6,000 bytes, as on a full disk."""
+    start = (
+        "import logging, resource, sys, types; from pathlib import Path\n"
+        "resource.setrlimit(resource.RLIMIT_FSIZE, (6000, resource.RLIM_INFINITY))\n"
+        "logging.basicConfig(format='%(message)s', stream=sys.stdout)\n"
+        "from agrpo.metrics.sinks import open_sinks, read_records\n"
+        "section = types.SimpleNamespace(sinks={'tensorboard': True}, options={}, project='agrpo', run_name=None)\n"
+        "folder = Path(sys.argv[1])\n"
+    )
+    command = [sys.executable, "-c", start + textwrap.dedent(code), str(tmp_path)]
+    done = subprocess.run(command, text=True, capture_output=True, timeout=60, cwd=ROOT)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_a_sink_on_a_full_disk_is_one_warning_and_the_run_goes_on(tmp_path):
+    pytest.importorskip("tensorboard")
+    out = run_with_small_files(
+        tmp_path,
+        """
+        import time
+        sinks = open_sinks(section, folder)
+        for step in range(1, 41):
+            for sink in sinks:
+                sink.write(step, {"step": step, **{f"eval/e{i}/reward": 0.5 for i in range(9)}, "reward": 0.25})
+            time.sleep(0.005)  # TensorBoard writes in a thread of its own
+            if (folder / "metrics.jsonl").stat().st_size > 5000:
+                break
+        for sink in sinks:
+            sink.close()
+        print(len(read_records(folder)) == step, step > 15)
+        """,
+    )
+    (warning,) = [line for line in out.splitlines() if line.startswith("logger tensorboard")]
+    assert "is off from step" in warning and "File too large" in warning and out.splitlines()[-1] == "True True"
+
+
+def test_records_that_found_no_room_are_written_when_there_is_some(tmp_path):
+    out = run_with_small_files(
+        tmp_path,
+        """
+        section.sinks = {}
+        (sink,) = open_sinks(section, folder)
+        for step in range(1, 201):
+            if step == 150:
+                resource.setrlimit(resource.RLIMIT_FSIZE, (10**6, resource.RLIM_INFINITY))
+            sink.write(step, {"step": step, "reward": step / 3})
+        sink.close()
+        print([r["step"] for r in read_records(folder)] == list(range(1, 201)))
+        """,
+    )
+    warning, complete = out.splitlines()
+    assert warning.startswith("metrics.jsonl cannot be written from step") and complete == "True"
+
+
+def test_wandb_offline_holds_what_was_written(tmp_path, monkeypatch):
+    pytest.importorskip("wandb", reason="wandb is not installed: pip install 'agrpo[wandb]'")
+    from wandb.proto import wandb_internal_pb2
+    from wandb.sdk.internal.datastore import DataStore
+
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    records = [{"step": i, "reward": i / 8, "diag/bottleneck": "balanced"} for i in (1, 3, 5)]
+    write(open_sinks(make_section("wandb"), tmp_path), *records)
+    (path,) = tmp_path.glob("wandb/offline-run-*/run-*.wandb")
+    store, found = DataStore(), []
+    store.open_for_scan(str(path))
+    while (data := store.scan_data()) is not None:
+        entry = wandb_internal_pb2.Record()
+        entry.ParseFromString(data)
+        if entry.WhichOneof("record_type") == "history":
+            found.append({"/".join(i.nested_key) or i.key: json.loads(i.value_json) for i in entry.history.item})
+    assert [(f["_step"], f["reward"], f["diag/bottleneck"]) for f in found] == [
+        (1, 0.125, "balanced"), (3, 0.375, "balanced"), (5, 0.625, "balanced"),
+    ]  # fmt: skip
+    assert read_records(tmp_path) == records
+
+
+def test_trackio_on_this_machine_holds_what_was_written(tmp_path, monkeypatch):
+    pytest.importorskip("trackio", reason="trackio is not installed: pip install 'agrpo[trackio]'")
+    code = (
+        "import sys, types; from pathlib import Path\n"
+        "from agrpo.metrics.sinks import open_sinks\n"
+        "section = types.SimpleNamespace(sinks={'trackio': True}, options={}, project='agrpo', run_name='first')\n"
+        "sinks = open_sinks(section, Path(sys.argv[1]))\n"
+        "for step in (1, 3, 5):\n"
+        "    for sink in sinks:\n"
+        "        sink.write(step, {'step': step, 'reward': step / 8})\n"
+        "for sink in sinks:\n"
+        "    sink.close()\n"
+        "from trackio.sqlite_storage import SQLiteStorage\n"
+        "print([(row['step'], row['reward']) for row in SQLiteStorage.get_logs('agrpo', 'first')])\n"
+    )
+    environment = {**os.environ, "TRACKIO_DIR": str(tmp_path / "trackio"), "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path])}
+    command = [sys.executable, "-c", code, str(tmp_path)]
+    done = subprocess.run(command, text=True, capture_output=True, timeout=90, env=environment)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines()[-1] == "[(1, 0.125), (3, 0.375), (5, 0.625)]", done.stdout
 
 
 def test_summary_holds_the_last_values_and_each_evaluation_before_and_after(tmp_path):
