@@ -119,8 +119,10 @@ def test_a_run_that_is_complete_ends_well_when_it_is_resumed(tmp_path):
     )  # fmt: skip
     done = agrpo(tmp_path, *arguments)
     assert done.returncode == 0, done.stdout
-    done = agrpo(tmp_path, *arguments, "run.resume=auto")
+    done = agrpo(tmp_path, *arguments, "run.resume=auto", "--quiet")
     assert done.returncode == 0, done.stdout
+    first, *others = done.stdout.splitlines()
+    assert first == f"run {run}, 2 steps" and not any("trainer0: " in line for line in others), done.stdout
     assert "complete already: 2 steps" in (run / "logs" / "trainer0.log").read_text()
     assert json.loads((run / "summary.json").read_text())["global_step"] == 2
 

@@ -24,10 +24,11 @@ from agrpo.metrics.summary import evaluations
 
 SHOWN_STEPS = 5  # rows of the live table
 SHORTEST_CURVE, TALLEST_CURVE = 6, 14  # lines
+REFRESHES_PER_S = 1  # drawing takes a few milliseconds of a core that the trainer may need
 CURVE_FILE = "curve.txt"
 
 # Phases that the live view names after the first step; the others are the usual work.
-UNUSUAL = ("saving", "exporting", "evaluating", "sending the weights", "waiting for the server", "ending", "finishing", "starting")
+UNUSUAL = ("saving", "exporting", "evaluating", "sending the weights", "waiting for the server", "ending", "finishing")
 
 # key of a record, heading, short name in a line, unit, how the value is written
 COLUMNS = (
@@ -87,7 +88,9 @@ class Console:
         steps = f", {self.max_steps} steps" if self.max_steps else ""
         self.note(f"run {self.run_dir}{steps}")
         if self.is_live:
-            self._view = Live(get_renderable=self.render, console=self.output, transient=True)
+            self._view = Live(
+                get_renderable=self.render, console=self.output, transient=True, refresh_per_second=REFRESHES_PER_S
+            )
             self._view.start()
         return self
 

@@ -8,7 +8,7 @@ import json
 import sys
 
 NAMES = ("help", "dry_run", "planner", "tree_step", "client", "rollout", "faults", "turns", "agent_turns", "overlap", "evaluation", "sync_gloo",
-         "ranks", "feeding")  # fmt: skip
+         "ranks", "feeding", "metrics")  # fmt: skip
 ON_REQUEST = ("rollout_trl", "planner_trl", "head", "head_trl")  # take long, or install a package of their own
 
 

@@ -12,6 +12,7 @@ from agrpo.metrics.chart import curve
 from agrpo.metrics.completions import CompletionsTail
 from agrpo.metrics.console import Console, clock, step_line
 from agrpo.metrics.live import MOST_POINTS, History, short_number
+from agrpo.metrics.picture import draw
 from agrpo.metrics.summary import summarize
 
 RECORD = {
@@ -257,3 +258,12 @@ def test_curve_of_equal_values_and_of_many_points_keeps_its_size():
         for ascii_only in (True, False):
             lines = curve(points, width=61, height=9, ascii_only=ascii_only).splitlines()
             assert len(lines) == 9 and max(map(len, lines)) <= 61
+
+
+def test_a_picture_of_a_run_is_made_from_its_records(tmp_path):
+    (tmp_path / "config.yaml").write_text("run: {max_steps: 60}\n")
+    with (tmp_path / "metrics.jsonl").open("w") as file:
+        file.writelines(json.dumps(record) + "\n" for record in make_records(30))
+    draw(tmp_path, tmp_path / "console.svg", 12)
+    text = (tmp_path / "console.svg").read_text().replace("&#160;", " ")
+    assert text.startswith("<svg") and "step 12/60 [#####" in text and "elapsed 0:14" in text
