@@ -152,7 +152,8 @@ class Guarded:
         try:
             self._sink.close()
         except Exception as error:
-            log.warning("logger %s could not be closed: %s: %s", self.name, type(error).__name__, error)
+            if self._is_open:  # else it has had its warning
+                log.warning("logger %s could not be closed: %s: %s", self.name, type(error).__name__, error)
 
 
 class Tensorboard:
