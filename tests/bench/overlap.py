@@ -55,7 +55,7 @@ class AfterEachStep:
         self.feeder.synced(self.version)
 
 
-def measure(folder: Path, url: str, extra: tuple[str, ...] = (), sync=AfterEachStep) -> tuple[float, int, float]:
+def measure(folder: Path, url: str, extra: tuple[str, ...] = (), sync=AfterEachStep, steps=STEPS) -> tuple[float, int, float]:
     """Seconds, samples and seconds of waiting of the steps after the warm-up."""
     config, run_dir = _prepare(folder, url, extra)
     feeder = _open_feeder(config, run_dir)
@@ -64,7 +64,7 @@ def measure(folder: Path, url: str, extra: tuple[str, ...] = (), sync=AfterEachS
     rollout = subprocess.Popen(command, env=environment, cwd=ROOT)
     try:
         after_step, began, waited, num_samples = sync(config, feeder), 0.0, 0.0, 0
-        for index in range(WARM_UP + STEPS):
+        for index in range(WARM_UP + steps):
             if index == WARM_UP:
                 began, waited, num_samples = time.perf_counter(), 0.0, 0
             asked = time.perf_counter()
