@@ -16,7 +16,7 @@ from pathlib import Path
 from agrpo.config import Config, detect
 from agrpo.config.model_folder import Shape, shape_of
 from agrpo.launch import plan
-from agrpo.launch.preview import BYTES, GIB, STATE_BYTES
+from agrpo.launch.preview import GIB, trainer_memory
 from agrpo.launch.run_folder import versions
 
 QUESTION_S = 10.0  # for a command that asks a driver
@@ -108,22 +108,21 @@ def _open_files(config: Config) -> Finding:
 
 
 def _memory(config: Config, shape: Shape) -> Finding:
-    """Weights, gradients and optimizer state only: activations and the key-value cache come on top."""
-    ranks = config.run.num_processes
-    if config.model.lora.enabled:
-        state = shape.num_parameters * BYTES[config.model.dtype] / ranks
-    else:
-        state = shape.num_parameters * STATE_BYTES / ranks
-    text = f"{shape.num_parameters / 1e6:,.0f} million parameters: {state / GIB:.2f} GiB of state per trainer rank"
-    devices = (config.run.devices or {}).get("trainer", [])
+    """The trainer at the peak of a step; on a CPU all its ranks and a server of the run's own share the memory."""
+    need = trainer_memory(config, shape)
+    text = f"{shape.num_parameters / 1e6:,.0f} million parameters: {need.peak / GIB:.2f} GiB per trainer rank at the peak of a step"
+    if not need.activations:
+        text += " without activations, which need config.json and packer.token_budget"
+    devices, wanted = (config.run.devices or {}).get("trainer", []), need.peak
     if devices:
         holds, where = min(config.devices.gpus[i].memory_mib for i in devices) * 2**20, "a GPU holds"
     else:
-        served = shape.num_parameters * 4 if plan.is_managed(config) else 0
-        state, holds, where = state * ranks + served, free_memory(), "free here"
-    text += f", {holds / GIB:.1f} GiB {where}"
-    if state > 0.9 * holds:
-        return Finding("memory", "fail", text, "raise run.num_processes, train an adapter (model=lora), or a smaller model")
+        wanted = need.peak * config.run.num_processes + (4.0 * shape.num_parameters if plan.is_managed(config) else 0)
+        holds, where = free_memory(), "are free here"
+    text += f"; {holds / GIB:.1f} GiB {where}"
+    if wanted > 0.9 * holds:
+        fix = "more ranks (run.num_processes), an adapter (model=lora), shorter rows (packer.token_budget), or a smaller model"
+        return Finding("memory", "fail", text, fix)
     return Finding("memory", "ok", text)
 
 
