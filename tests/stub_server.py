@@ -60,11 +60,12 @@ def text_answer(answer: dict) -> dict:
 class Stub:
     """The server's state: bodies to give, faults still to commit (the last one for ever if it ends in !), requests seen."""
 
-    def __init__(self, tokens: int, heads: int, bodies: int, token_endpoint: bool, mask: int, versions: bool = True):
+    def __init__(self, tokens: int, heads: int, bodies: int, token_endpoint: bool, mask: int, versions: bool, vllm: str):
         answers = [token_answer(tokens, heads, seed, mask=mask) for seed in range(bodies)]
         if not versions:
             for answer in answers:
                 answer["choices"][0]["weight_versions"] = None
+        self.vllm = vllm
         self.bodies = [json.dumps(a).encode() for a in answers]
         self.texts = [json.dumps(text_answer(a)).encode() for a in answers]
         self.token_endpoint, self.faults, self.seen, self.metrics = token_endpoint, [], [], None
@@ -75,6 +76,7 @@ class Stub:
         app = web.Application(client_max_size=1 << 26)
         app.router.add_get("/health", lambda _: web.Response())
         app.router.add_get("/v1/models", self.models)
+        app.router.add_get("/version", lambda _: web.json_response({"version": self.vllm}))
         app.router.add_get("/metrics", self.load)
         app.router.add_get("/is_paused", lambda _: web.json_response({"is_paused": False}))
         app.router.add_post("/v1/completions", self.generate)
@@ -183,7 +185,8 @@ def report(url: str) -> dict:
 
 
 async def serve(options: argparse.Namespace) -> None:
-    stub = Stub(options.tokens, options.heads, options.bodies, bool(options.token_endpoint), options.mask, bool(options.versions))
+    stub = Stub(options.tokens, options.heads, options.bodies, bool(options.token_endpoint), options.mask, bool(options.versions),
+                options.vllm_version)  # fmt: skip
     runner = web.AppRunner(stub.app(), access_log=None, handler_cancellation=True)  # as real servers: gone is gone
     await runner.setup()
     site = web.TCPSite(runner, "127.0.0.1", 0)
@@ -200,5 +203,6 @@ if __name__ == "__main__":
     parser.add_argument("--bodies", type=int, default=5)
     parser.add_argument("--token-endpoint", type=int, default=1)
     parser.add_argument("--mask", type=int, default=0)
+    parser.add_argument("--vllm-version", default="0.32.0")
     parser.add_argument("--versions", type=int, default=1)
     asyncio.run(serve(parser.parse_args()))

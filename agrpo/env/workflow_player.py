@@ -173,7 +173,8 @@ class WorkflowPlayer:
         num, k = len(ids) - start, self._num_heads
         head_ids, head_logprobs = np.zeros((num, k), np.int32), np.full((num, k), -np.inf, np.float32)
         candidates: list[Any] = [()] * num
-        needs_sets = self._sampler.is_truncated and not is_eval
+        # A vLLM before 0.28 gives none (SAMP-6).
+        needs_sets = self._sampler.is_truncated and not is_eval and all(a.candidates is not None for a in answers)
         if k or needs_sets:
             found = owners(ids, trained, own["logprobs"], answers)
             for at in np.flatnonzero(trained):

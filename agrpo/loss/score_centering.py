@@ -56,7 +56,7 @@ class ScoreCentering:
         """
         ratio = (terms.trainer_logprobs.detach() - terms.sampler_logprobs).exp()
         high = self.epsilon if self.epsilon_high is None else self.epsilon_high
-        _, _, sampler, trainer = self._head(terms)
+        present, _, sampler, trainer = self._head(terms)
         figures = {
             "ratio": ratio,
             "masked": (ratio < self.clip_min) | (ratio > self.clip_max),
@@ -65,7 +65,8 @@ class ScoreCentering:
             "sampler_mass": sampler.sum(-1),
         }
         if self.centering_tail == "proportional":
-            figures["tail_scale"] = _tail_scale(sampler, trainer).squeeze(-1)
+            scale = _tail_scale(sampler, trainer).masked_fill(_is_exact(present, terms), 1.0)
+            figures["tail_scale"] = scale.squeeze(-1)
         return figures
 
     def _band(self, ratio: torch.Tensor) -> torch.Tensor:
@@ -88,11 +89,14 @@ class ScoreCentering:
             return present, coefficients
         scale = _tail_scale(sampler, trainer)
         tail = scale * self._band(1 / scale) * trainer
-        if terms.candidate_counts is not None:
-            # A head that lists the whole candidate set is exact: there is no tail to model (SAMP-9).
-            covered = present.sum(-1, keepdim=True) >= terms.candidate_counts[:, None]
-            tail = tail.where(~covered, tail.new_zeros(()))
-        return present, coefficients - tail
+        return present, coefficients - tail.masked_fill(_is_exact(present, terms), 0.0)
+
+
+def _is_exact(present: torch.Tensor, terms: TokenTerms) -> torch.Tensor:
+    """[M, 1] where the head lists the whole candidate set, so that there is no tail to model (SAMP-9)."""
+    if terms.candidate_counts is None:
+        return present.new_zeros(len(present), 1)
+    return present.sum(-1, keepdim=True) >= terms.candidate_counts[:, None]
 
 
 def _tail_scale(sampler: torch.Tensor, trainer: torch.Tensor) -> torch.Tensor:

@@ -45,7 +45,7 @@ class _HeadTerms(torch.autograd.Function):
     @staticmethod
     def forward(ctx, hidden, weight, bias, ids, scaling, kept):
         products = _Products(hidden, weight, bias)
-        statistics = _kernels(hidden).Statistics(ids, scaling, products.exact)
+        statistics = kernels_of(hidden).Statistics(ids, scaling, products.exact)
         kept_logits = None if kept is None else kept.ids.new_empty(len(kept.ids), dtype=products.exact)
         for first, tile, _ in products.slices():
             if kept is not None:
@@ -66,7 +66,7 @@ class _HeadTerms(torch.autograd.Function):
         hidden, weight, bias, ids, log_mass, kept_logits = ctx.saved_tensors
         products = _Products(hidden, weight, bias, *ctx.needs_input_grad[:3])
         if ctx.kept is None:
-            derivative = _kernels(hidden).Derivative(ids, grad, log_mass, ctx.scaling, products.operand)
+            derivative = kernels_of(hidden).Derivative(ids, grad, log_mass, ctx.scaling, products.operand)
             for first, tile, part in products.slices():
                 products.add(derivative.of(tile, first), first, part)
         else:
@@ -76,7 +76,7 @@ class _HeadTerms(torch.autograd.Function):
         return *products.gradients(), None, None, None
 
 
-def _kernels(hidden: torch.Tensor) -> ModuleType:
+def kernels_of(hidden: torch.Tensor) -> ModuleType:
     """The element-wise work on a slice: one Triton kernel on a GPU, a handful of torch operations elsewhere."""
     if hidden.is_cuda and hidden.dtype != torch.float64 and importlib.util.find_spec("triton") is not None:
         from agrpo.model import head_triton

@@ -95,13 +95,13 @@ class Derivative:
         self, ids: torch.Tensor, grad: torch.Tensor, log_mass: torch.Tensor, scaling: Scaling, dtype: torch.dtype
     ):
         self._ids, self._grad, self._log_mass, self._scaling = ids, grad * scaling.slope, log_mass[:, None], scaling
-        self._total = -self._grad.sum(1, keepdim=True)
+        self._total, self._dtype = -self._grad.sum(1, keepdim=True), dtype
 
     def of(self, product: torch.Tensor, first: int) -> torch.Tensor:
-        """Overwrites `product` [M, w]."""
+        """[M, w] of the dtype that is multiplied; overwrites `product` [M, w]."""
         logits = self._scaling.forward(product)
         below = logits - self._log_mass if self._scaling.softcap is not None else logits.sub_(self._log_mass)
         grad = below.exp_().mul_(self._total)
         column, is_here = places(self._ids, first, grad.shape[1])
         grad.scatter_add_(1, column, self._grad * is_here)
-        return self._scaling.bend(grad, logits)
+        return self._scaling.bend(grad, logits).to(self._dtype)

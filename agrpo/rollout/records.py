@@ -24,7 +24,7 @@ class Needs:
         self.num_heads, self.is_truncated = num_heads, is_truncated
 
     def turn(self, record: Any, version: int, where: str) -> Turn:
-        """The record as arrays. ContractError naming the field that breaks the contract."""
+        """The record as arrays; ContractError naming the field that breaks the contract, RolloutFailure for a useless set."""
         if not isinstance(record, TurnRecord):
             raise ContractError(f"{where} must be a TurnRecord, got {type(record).__name__}")
         output, count = _ids(record.output_ids, f"{where}.output_ids"), len(record.output_ids)
@@ -73,6 +73,10 @@ class Needs:
             raise ContractError(
                 f"{where}.output_sampling_mask is missing; with sampler.top_k > 0 every trained token needs its candidates"
             )
+        for at in np.flatnonzero(mask).tolist():
+            if record.output_ids[at] not in sets[at]:
+                text = f"{where}.output_sampling_mask[{at}] lacks the token sampled there, {record.output_ids[at]}"
+                raise RolloutFailure("candidates", text)
         return Ragged.of(sets if sets is not None else [()] * len(mask))
 
     def rollout(self, given: Any, version: int, where: str, eos_ids: frozenset[int]) -> Played:

@@ -14,7 +14,9 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import itertools
+import logging
 import random
+import re
 import struct
 import time
 from collections.abc import Callable
@@ -30,6 +32,8 @@ from agrpo.sampler.servers import Server, Servers
 from agrpo.types import Turn
 
 TOKEN_PATH, TEXT_PATH = "/inference/v1/generate", "/v1/completions"
+FIRST_WITH_CANDIDATES = (0, 28)  # version of vLLM
+_log = logging.getLogger(__name__)
 
 
 class RequestKey(NamedTuple):
@@ -75,6 +79,7 @@ class Client:
         self._run_seed, self._version, self._metrics = run_seed, version, metrics
         self._timeout_s, self._retry_wait_s = timeout_s, retry_wait_s
         self._num_heads = sampler.num_sampler_logprobs if centering else 0
+        self._has_candidates = sampler.is_truncated
 
     async def __aenter__(self) -> Client:
         return self
@@ -100,16 +105,29 @@ class Client:
             lengths.append(int(entry.get("max_model_len") or 0))
             # An empty request is refused: with 403 by a vLLM without --enable-scale-out, with 404 where the path is missing.
             server.speaks_tokens = (await self._http.answer(url, TOKEN_PATH, "POST"))[0] not in (403, 404)
-            if self.sampler.is_truncated and not server.speaks_tokens:
-                raise ServerError(
-                    f"sampler.top_k={self.sampler.top_k} needs candidate sets, but {url} has no {TOKEN_PATH}; start vLLM "
-                    "0.28 or newer with --return-sampling-mask --enable-scale-out (VLLM_USE_V2_MODEL_RUNNER=1 if it "
-                    "rejects the flag)"
-                )
+            if self._has_candidates:
+                self._has_candidates = await self._gives_candidates(server)
             server.num_engines = num_engines((await self._http.get(url, "/metrics") or b"").decode(errors="replace"))
         self.max_model_len = min(lengths)
         if self.max_model_len < 2:
             raise ServerError(f"{self.urls[0]}/v1/models reports no max_model_len for {self.model_name}")
+
+    async def _gives_candidates(self, server: Server) -> bool:
+        """Whether truncated sampling can ask for candidate sets: false for a vLLM too old to know them (SAMP-6)."""
+        version = str((await self._http.get_json(server.url, "/version")).get("version") or "")
+        if version[:1].isdigit() and tuple(int(n) for n in re.findall(r"\d+", version)[:2]) < FIRST_WITH_CANDIDATES:
+            _log.warning(
+                "%s runs vLLM %s, which gives no candidate sets: ratios are normalised over the whole vocabulary and biased by "
+                "what sampler.top_k=%d, top_p and min_p cut off; run: pip install -U vllm",
+                server.url, version, self.sampler.top_k,
+            )  # fmt: skip
+            return False
+        if server.speaks_tokens:
+            return True
+        raise ServerError(
+            f"sampler.top_k={self.sampler.top_k} needs candidate sets, but {server.url} has no {TOKEN_PATH}; start vLLM "
+            "0.28 or newer with --return-sampling-mask --enable-scale-out (VLLM_USE_V2_MODEL_RUNNER=1 if it rejects the flag)"
+        )
 
     async def server_info(self) -> dict[str, Any]:
         """What the first server says about itself; empty where it does not offer the endpoint."""
@@ -182,7 +200,7 @@ class Client:
 
     async def _attempt(self, server: Server, prompt_ids: np.ndarray, key: Key, request: dict, attempt: int) -> Turn:
         # The most likely token (temperature 0, an evaluation) is drawn from no candidate set.
-        has_candidates = self.sampler.is_truncated and request["params"]["temperature"] > 0
+        has_candidates = self._has_candidates and request["params"]["temperature"] > 0
         # A try after an outage is stamped anew: the version known now, not the one of the first try.
         expected = self._expected(server, prompt_ids, self._num_heads, has_candidates)
         try:

@@ -52,10 +52,9 @@ def trl(hidden, weight, targets, heads) -> tuple[torch.Tensor, ...]:
 
 def total(logprobs, head_logprobs, entropy) -> torch.Tensor:
     """A sum that weighs every log-prob differently."""
-    weights = torch.linspace(-1, 1.5, head_logprobs.numel(), dtype=logprobs.dtype).view_as(head_logprobs)
-    return (torch.linspace(1, -2, len(logprobs), dtype=logprobs.dtype) * logprobs).sum() + (
-        weights * head_logprobs
-    ).sum()
+    like = {"dtype": logprobs.dtype, "device": logprobs.device}
+    weights = torch.linspace(-1, 1.5, head_logprobs.numel(), **like).view_as(head_logprobs)
+    return (torch.linspace(1, -2, len(logprobs), **like) * logprobs).sum() + (weights * head_logprobs).sum()
 
 
 def _resident() -> int:

@@ -10,7 +10,7 @@ import pytest
 
 from agrpo import wire
 from agrpo.advantage import Grouped
-from agrpo.errors import ContractError, StallError
+from agrpo.errors import ContractError, RolloutFailure, StallError
 from agrpo.rollout import Rollout, RolloutLoop, TurnRecord, custom, loop_class
 from agrpo.rollout.records import Needs, record_of
 from agrpo.sampler.vllm import Vllm
@@ -333,6 +333,12 @@ def test_a_record_that_breaks_its_contract_names_the_field(given, text):
 def test_truncated_sampling_needs_candidates():
     with pytest.raises(ContractError, match="output_sampling_mask is missing; with sampler.top_k > 0"):
         Needs(0, True).turn(record(), 0, "here")
+
+
+def test_a_token_outside_its_own_candidate_set_makes_the_rollout_unusable():
+    with pytest.raises(RolloutFailure, match=r"output_sampling_mask\[1\] lacks the token sampled there, 8") as failure:
+        Needs(0, True).turn(record(output_sampling_mask=[[7, 9], [9]]), 0, "here")
+    assert failure.value.reason == "candidates"
 
 
 @pytest.mark.parametrize("reward", [float("nan"), True, "1"])

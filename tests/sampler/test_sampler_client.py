@@ -136,6 +136,15 @@ def test_truncated_sampling_keeps_candidate_sets_and_needs_the_token_endpoint(ma
         ask(text_url, settings={"top_k": 5})
 
 
+@pytest.mark.parametrize("token_endpoint", [0, 1])
+def test_a_vllm_before_candidate_sets_samples_without_them_and_is_warned_about(token_endpoint, caplog):
+    with stub_server(tokens=7, heads=3, token_endpoint=token_endpoint, vllm_version="0.27.1") as url:
+        turn, _ = ask(url, settings={"top_k": 5, "top_p": 0.9})
+    assert len(turn.output_ids) == 7 and turn.candidates is None
+    (warning,) = (record.message for record in caplog.records)
+    assert f"{url} runs vLLM 0.27.1" in warning and "biased" in warning and "pip install -U vllm" in warning
+
+
 def test_max_tokens_is_what_fits(url):
     before = report(url)["num_requests"]
     ask(url, prompt=np.full(4097, 5, np.int32))

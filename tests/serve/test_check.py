@@ -63,7 +63,8 @@ def served(server, **values):
 # row, what is wrong with the server, the configuration, the row's state, words of what was found, the fix
 CASES = [
     ("version", lambda s: s.answers.update({"/version": (200, {"version": "0.31.2"})}), (), "warn", "20 to 40 %", "pip install"),
-    ("version", lambda s: s.answers.update({"/version": (200, {"version": "0.27.1"})}), ("sampler.top_k=7",), "fail", "no candidate sets", "pip install"),
+    ("version", lambda s: s.answers.update({"/version": (200, {"version": "0.27.1"})}), ("sampler.top_k=7",), "warn", "no candidate sets", "pip install"),
+    ("token endpoint", lambda s: (s.answers.pop("/inference/v1/generate"), s.answers.update({"/version": (200, {"version": "0.27.1"})})), ("sampler.top_k=7",), "warn", "is used", "--enable-scale-out"),
     ("version", lambda s: s.answers.update({"/version": (200, {"version": "0.31.2"})}), ("loss=grpo",), "ok", "0.31.2", ""),
     ("development mode", lambda s: s.answers.pop("/server_info"), (), "fail", "/server_info missing", "VLLM_SERVER_DEV_MODE=1"),
     ("development mode", lambda s: s.answers.pop("/server_info"), LORA, "warn", "only adapters", "VLLM_SERVER_DEV_MODE=1"),

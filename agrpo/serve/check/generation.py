@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from agrpo.serve.check.ask import TOKENS
+from agrpo.serve.check.identity import lacks_candidates
 from agrpo.serve.check.look import Look, Row
 from agrpo.serve.flags import API_SERVERS, VLLM_MAX_LOGPROBS, trainer_dtype
 
@@ -75,7 +76,7 @@ def token_endpoint(look: Look) -> Row:
     if look.offers(TOKENS):
         return look.ok("token endpoint", TOKENS)
     fix = look.command.words("--enable-scale-out") or "--enable-scale-out"
-    if look.config.sampler.is_truncated:
+    if look.config.sampler.is_truncated and not lacks_candidates(look):
         return look.fail("token endpoint", f"no {TOKENS}, which candidate sets need", fix)
     return look.warn(
         "token endpoint", f"no {TOKENS}: /v1/completions is used, which is slower and tells no version", fix
@@ -84,7 +85,7 @@ def token_endpoint(look: Look) -> Row:
 
 def sampling_mask(look: Look) -> Row | None:
     """Candidate sets, where sampling is truncated (SAMP-5, SAMP-6)."""
-    if not look.config.sampler.is_truncated:
+    if not look.config.sampler.is_truncated or lacks_candidates(look):
         return None
     mask = look.section("model_config").get("return_sampling_mask")
     if mask:
