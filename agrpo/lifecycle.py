@@ -1,11 +1,13 @@
 """What every process of a run shares: the run directory's runtime facts, signs of life, and the way out.
 
 The supervisor writes `state/runtime.json` once; each child writes `state/<name>.alive.json` (phase and time) as it works
-and `state/<name>.exit.json` (code and reason) when it ends by itself. No child outlives its supervisor.
+and `state/<name>.exit.json` (code and reason) when it ends by itself; the phases it left are lines of
+`timeline/<name>.jsonl`. No child outlives its supervisor.
 """
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import dataclasses
 import json
@@ -17,6 +19,7 @@ import time
 import traceback
 from collections.abc import Callable
 from pathlib import Path
+from typing import TextIO
 
 from agrpo.errors import AgrpoError
 
@@ -57,17 +60,39 @@ class Life:
 
     def __init__(self, run_dir: Path, name: str):
         self.run_dir, self.name = Path(run_dir), name
-        self._phase, self._written_at = "", 0.0
+        self._phase, self._since, self._written_at = "", 0.0, 0.0
+        self._spans: TextIO | None = None
 
     def beat(self, phase: str, **detail: object) -> None:
         now = time.time()
         if phase == self._phase and now - self._written_at < 1.0:
             return
-        self._phase, self._written_at = phase, now
+        self._turn(phase, now)
+        self._written_at = now
         record = {"process": self.name, "pid": os.getpid(), "phase": phase, "time": now, **detail}
         write_atomic(self.run_dir / "state" / f"{self.name}.alive.json", json.dumps(record))
 
+    def _turn(self, phase: str, now: float) -> None:
+        """The phase that ends now becomes a line of the timeline."""
+        if phase == self._phase:
+            return
+        if self._phase:
+            self.span(self._phase, self._since, now)
+        self._phase, self._since = phase, now
+
+    def span(self, what: str, start: float, end: float, **detail: object) -> None:
+        """Something that lasted from `start` to `end` (seconds since the epoch): a line of `timeline/<name>.jsonl`."""
+        line = json.dumps({"what": what, "start": round(start, 4), "end": round(end, 4), **detail}) + "\n"
+        # A full disk ends a timeline, never a run.
+        with contextlib.suppress(OSError):
+            if self._spans is None:
+                path = self.run_dir / "timeline" / f"{self.name}.jsonl"
+                path.parent.mkdir(parents=True, exist_ok=True)
+                self._spans = path.open("a", buffering=1)
+            self._spans.write(line)
+
     def leave(self, code: int, reason: str, text: str = "") -> None:
+        self._turn("", time.time())
         record = {"process": self.name, "pid": os.getpid(), "code": code, "reason": reason, "text": text}
         write_atomic(self.run_dir / "state" / f"{self.name}.exit.json", json.dumps(record))
 

@@ -155,6 +155,7 @@ rollout/score_s | s | W | ratio | time to score one group
 rollout/score_wait_s | s | W | ratio | time a finished group waited before scoring began
 rollout/score_block_s | s | W | mean | time generation was blocked by a full score queue
 rollout/backpressure_s | s | W | ratio | duration of a wait for admission, mean over waits
+rollout/backpressure_s_per_step | s | T | mean | seconds of a step in which no group could be admitted
 rollout/vllm_retry_count | count | W | sum | retried requests
 rollout/vllm_kv_cache_usage_frac | 0..1 | W | mean | KV-cache usage, maximum over engines, polls outside syncs
 rollout/vllm_running_requests | requests | W | mean | requests being decoded, all engines

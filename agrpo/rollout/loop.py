@@ -184,7 +184,9 @@ class Loop:
         self, group_id: int, prompt: Prompt, prompt_ids: np.ndarray, places: list[asyncio.Future[None]]
     ) -> None:
         """One group, from its first request to the trainer or to the reason why it is dropped."""
+        began = time.time()
         group = await self._play(group_id, prompt, prompt_ids, places)
+        played = time.time()
         try:
             ready = await self._judge.ready(group, self._places)
         except Dropped as dropped:
@@ -197,6 +199,7 @@ class Loop:
             self._tokens.sent(ready)
             await self._send_metrics()
             await self._link.send_ready(ready)
+        self._life.span("group", began, time.time(), group=group_id, played=round(played, 4))
         self._progress("generating")
 
     async def _play(

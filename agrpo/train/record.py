@@ -87,6 +87,7 @@ class Recorder:
         window.add("perf/wall_clock_forwarded_tokens_per_s", unique, step_s)
         window.add("perf/wall_clock_trained_tokens_per_s", window.total("batch/trained_tokens_per_step"), step_s)
         self._meter.record(window, total_s, step_s)
+        window.add("rollout/backpressure_s_per_step", window.total("rollout/backpressure_s"), steps)
         window.add("num_tokens", self._progress.num_tokens)
         if self._num_rows:
             window.add("epoch", self._feeder.num_resolved / self._num_rows)

@@ -170,11 +170,11 @@ class TrainRun:
 
     def _take_steps(self) -> None:
         while True:
+            self.life.beat("waiting for samples", step=self.progress.step)
             work = self.ranks.share(self._next_works() if self.ranks.is_first else None)
             if work.kind == "end":
                 return
             if work.kind == "idle":
-                self.life.beat("waiting for samples", step=self.progress.step)
                 continue
             if work.kind == "resend":
                 self.life.beat("sending the weights to the restarted server", step=self.progress.step)
@@ -187,6 +187,7 @@ class TrainRun:
             if self.ranks.is_first:
                 self.feeder.trained(self._step)
             if self.trainer.is_sync_due(work.index) and self.evaluations.lets_sync():
+                self.life.beat("sending the weights", step=work.index)
                 self.trainer.send_weights(self.trainer.version + 1)
                 if self.ranks.is_first:
                     self.feeder.synced(self.trainer.version)
