@@ -253,11 +253,56 @@ def view(
     tokens: Annotated[bool, typer.Option("--tokens", help="With --show: list every trained token.")] = False,
     limit: Annotated[int, typer.Option(min=1, help="Rollouts to list or show.")] = 50,
 ) -> None:
-    from agrpo.launch import view as viewing
+    from agrpo.report import view as viewing
 
     scope = "eval-rollout" if evaluation else "rollout"
     chosen = viewing.Filter(group, step, version, min_reward, max_reward, scope)
     _leave_with(lambda: viewing.view(run, chosen, show, limit, tokens))
+
+
+EXPLAIN_HELP = """Say in sentences what limits a run: the figure, its cause, and the setting to change.
+
+RUN is a run's folder; without it, the newest below runs/. agrpo train says the same in short at the end of each run.
+
+\b
+Examples:
+  agrpo explain                                         the newest run, also while it goes on
+  agrpo explain runs/quickstart/2026-01-31_12-00-00
+  agrpo explain --live                                  again whenever a verdict changes, until the run ends
+"""
+
+
+@app.command(help=EXPLAIN_HELP)
+def explain(
+    run: Annotated[Path | None, typer.Argument(metavar="[RUN]", show_default=False)] = None,
+    live: Annotated[bool, typer.Option("--live", help="Follow a run, and print whenever a verdict changes.")] = False,
+) -> None:
+    from agrpo.report import explain as explaining
+
+    _leave_with(lambda: explaining.explain(run, live))
+
+
+REPORT_HELP = """Write one HTML file about a run, or compare several. It needs no network and runs no script.
+
+It holds the verdicts, the curves over steps, a timeline of all processes, sample rollouts with the log-prob gap of each
+token, and the configuration. A RUN that holds several runs, such as a sweep's folder, stands for all of them.
+
+\b
+Examples:
+  agrpo report runs/quickstart/2026-01-31_12-00-00      writes report.html into that folder
+  agrpo report RUN OTHER_RUN --output both.html
+  agrpo report multirun/2026-01-31/12-00-00             the runs of a sweep
+"""
+
+
+@app.command(help=REPORT_HELP)
+def report(
+    runs: Annotated[list[Path], typer.Argument(metavar="RUN...")],
+    output: Annotated[Path | None, typer.Option("--output", "-o", metavar="FILE", help="Where to write.")] = None,
+) -> None:
+    from agrpo.report import page
+
+    _leave_with(lambda: print(page.report(runs, output)))
 
 
 def start_job(job: Job) -> float | None:

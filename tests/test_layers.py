@@ -23,6 +23,7 @@ LAYERS = {
     "rollout": 2,
     "train": 2,
     "launch": 3,
+    "report": 3,
     "cli": 4,
     "__main__": 5,
 }

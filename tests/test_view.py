@@ -12,7 +12,7 @@ import yaml
 from rich.console import Console
 
 from agrpo.errors import ConfigError
-from agrpo.launch.view import Filter, view
+from agrpo.report.view import Filter, view
 from agrpo.rollout.completions import CompletionLog
 from agrpo.rollout.dump import Dump
 from agrpo.train.trace import Trace

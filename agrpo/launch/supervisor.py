@@ -23,6 +23,7 @@ from agrpo.launch.check import check_at_start
 from agrpo.launch.processes import Child, kill, spawn, stop, wait_all
 from agrpo.launch.prompts import long_prompts
 from agrpo.launch.server import Server
+from agrpo.metrics import findings
 from agrpo.metrics.completions import CompletionsTail
 from agrpo.metrics.console import Console
 
@@ -66,7 +67,7 @@ def supervise(
                 console.close()
                 supervisor.stop_all()
                 raise
-        console.finish(summary, supervisor.written())
+        console.finish(summary, supervisor.written(), verdicts=findings.closing(run_dir))
         if supervisor.signal is not None:
             raise Interrupted(supervisor.signal)
         return summary

@@ -148,8 +148,9 @@ class Console:
         summary: Mapping[str, Any],
         paths: Mapping[str, str | Path],
         records: Sequence[Mapping[str, Any]] = (),
+        verdicts: Sequence[str] = (),
     ) -> None:
-        """The reward curve, each evaluation before and after, where the tokens went and where everything is.
+        """The reward curve, each evaluation before and after, where the tokens went, verdicts, and where everything is.
 
         Saves the curve as text. `records` are those that `step` has not seen.
         """
@@ -165,7 +166,8 @@ class Console:
             self.note(evaluation_line(name, points))
         if summary.get("tokens"):
             self.note(token_line(summary["tokens"]))
-        self.note("")
+        for line in ("", *verdicts, "") if verdicts else ("",):
+            self.note(line)
         width = max((len(label) for label in paths), default=0)
         for label, path in paths.items():
             self.note(f"{label:<{width}}  {path}")

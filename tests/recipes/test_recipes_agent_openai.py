@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from agrpo.launch.recorded import read
-from agrpo.launch.view import Filter, view
+from agrpo.report.recorded import read
+from agrpo.report.view import Filter, view
 
 ROOT = Path(__file__).resolve().parents[2]
 

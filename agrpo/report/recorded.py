@@ -104,7 +104,9 @@ def _with_trained(records: list[Record], run: Path) -> list[Record]:
     found = []
     for record in records:
         fields = record.fields
-        line = trained.get((fields["task_id"], fields["rollout_id"], row_digest(np.array(fields["token_ids"])[loss_mask(fields)])))
+        line = trained.get(
+            (fields["task_id"], fields["rollout_id"], row_digest(np.array(fields["token_ids"])[loss_mask(fields)]))
+        )
         if line is not None:
             record = dataclasses.replace(record, step=line["step"], trainer_logprobs=line["trainer_logprobs"])
         found.append(record)

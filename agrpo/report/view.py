@@ -13,7 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from agrpo.errors import ConfigError
-from agrpo.launch.recorded import Record, loss_mask, read
+from agrpo.report.recorded import Record, loss_mask, read
 
 _OTHER_COLUMNS, _SHORTEST, _WIDEST_GAPS = 72, 8, 10  # characters, characters, tokens
 _HEAT = ((0.05, ""), (0.2, "yellow"), (float("inf"), "bold red"))  # absolute log-prob gap up to -> style
@@ -57,7 +57,7 @@ def view(
             raise ConfigError(
                 f"--show {show}: no such rollout among the {len(records)} found; list them without --show"
             )
-        tokenizer = _tokenizer(found.tokenizer_path) if found.has_tokens else None
+        tokenizer = load_tokenizer(found.tokenizer_path) if found.has_tokens else None
         for record in picked[:limit]:
             _print_one(console, record, tokenizer, all_tokens)
         return
@@ -66,7 +66,7 @@ def view(
         console.print("Text only. Tokens, log-probs and versions: rollout.dump_to_file=true rollout.fileroot=FOLDER")
 
 
-def _tokenizer(path: str | None) -> Any:
+def load_tokenizer(path: str | None) -> Any:
     """None where it cannot be loaded: texts are in the dump, only single tokens need it."""
     if path is None:
         return None
@@ -123,7 +123,7 @@ def _print_one(console: Console, record: Record, tokenizer: Any, all_tokens: boo
         return
     runs = ", ".join(f"{count} of version {version}" for version, count in fields["version_rle"])
     console.print(Text(f"{fields['seqlen']} tokens, trained: {runs or 'none'}"))
-    gaps = _gaps(record)
+    gaps = gaps_of(record)
     if gaps is not None and len(gaps):
         console.print(
             f"trainer - sampler log-prob: mean abs {np.abs(gaps).mean():.4f}, max abs {np.abs(gaps).max():.4f}"
@@ -133,7 +133,7 @@ def _print_one(console: Console, record: Record, tokenizer: Any, all_tokens: boo
         _print_tokens(console, record, tokenizer, gaps, all_tokens)
 
 
-def _gaps(record: Record) -> np.ndarray | None:
+def gaps_of(record: Record) -> np.ndarray | None:
     """[trained tokens] trainer's log-prob minus the sampler's; None where the row was not trained."""
     if record.trainer_logprobs is None:
         return None
@@ -143,7 +143,7 @@ def _gaps(record: Record) -> np.ndarray | None:
 def _print_segments(console: Console, record: Record, tokenizer: Any, gaps: np.ndarray | None) -> None:
     """Text by segment; the tokens of an answer are coloured by their gap where it is known."""
     fields, at, trained = record.fields, 0, 0
-    for role, count, text in _segments(fields):
+    for role, count, text in segments_of(fields):
         console.print(Text(f"{role} ({count})", style="bold cyan" if role == "gen" else "dim"))
         if role == "gen" and gaps is not None and tokenizer is not None:
             pieces = [tokenizer.decode([i]) for i in fields["token_ids"][at : at + count]]
@@ -155,7 +155,7 @@ def _print_segments(console: Console, record: Record, tokenizer: Any, gaps: np.n
         trained += count if role == "gen" else 0
 
 
-def _segments(fields: dict[str, Any]) -> Iterable[tuple[str, int, str]]:
+def segments_of(fields: dict[str, Any]) -> Iterable[tuple[str, int, str]]:
     if "segments" in fields:
         return [(s["role"], s["len"], s["text"]) for s in fields["segments"]]
     trained = sum(count for value, count in fields["mask_rle"] if value)

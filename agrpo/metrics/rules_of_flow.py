@@ -1,0 +1,217 @@
+"""Rules about time: which side waits, what limits the rollouts in flight, and what is generated for nothing."""
+
+from __future__ import annotations
+
+from agrpo.metrics.diagnose import HIGH, LOW_KV_USAGE, REACHED
+from agrpo.metrics.findings import FINE, NOTE, WARNING, Finding, share
+from agrpo.metrics.history import History
+
+SLOW_SYNC = 0.15  # share of the step
+WASTED = 0.3  # share of the generated tokens
+STALE = 0.05  # share of the samples
+FAILED = 0.05  # share of the rollouts
+MUCH_PREEMPTION = 0.1  # preemptions per rollout
+EMPTY_ROWS = 0.5  # fill
+UNEVEN = 1.3  # heaviest row / mean
+
+
+def bottleneck(h: History) -> Finding | None:
+    """DIAG-1: waiting and backpressure, each high from a tenth of the step."""
+    step_s = h.now("perf/step_s")
+    if not step_s:
+        return None
+    wait_s, held_s = h.now("perf/rollout_wait_s") or 0.0, h.now("rollout/backpressure_s_per_step") or 0.0
+    wait = f"training waits {wait_s:.2f} s of each {step_s:.2f} s step ({share(wait_s / step_s)}) for samples"
+    held = f"generation is held back {held_s:.2f} s of each {step_s:.2f} s step ({share(held_s / step_s)})"
+    is_waiting, is_held = wait_s >= HIGH * step_s, held_s >= HIGH * step_s
+    if is_waiting and is_held:
+        return Finding(
+            "window-bound", WARNING, f"{wait}, and {held}",
+            "rollouts in flight fill the staleness window before their samples reach the queue",
+            "Let generation run further ahead.", _more(h, "rollout.max_staleness", 4),
+        )  # fmt: skip
+    if is_waiting:
+        return _generation_bound(h, wait)
+    if is_held:
+        return Finding(
+            "trainer-bound", NOTE, held, "generation is faster than training, and samples wait until they are near "
+            "the staleness bound", "Give training more devices (see the split below), or pack longer rows.",
+            _more(h, "packer.token_budget"),
+        )  # fmt: skip
+    shares = f"training waits {share(wait_s / step_s)} and generation is held back {share(held_s / step_s)} of the time"
+    return Finding("balanced", FINE, shares, "both sides are busy")
+
+
+def _generation_bound(h: History, wait: str) -> Finding:
+    """Training waits: for scoring, for places, for a server that is full, or for generation itself (DIAG-2)."""
+    scoring = _scoring(h)
+    if scoring:
+        return Finding(
+            "scoring-bound", WARNING, f"{wait}; {scoring}", "rewards are slower than generation, so that finished groups wait "
+            "to be scored", "Score more groups at once, or make the slowest reward function faster.",
+            _more(h, "scorer.max_concurrent_groups", 8),
+        )  # fmt: skip
+    flying, cap = h.now("rollout/concurrency"), h.now("rollout/concurrency_cap")
+    maximum, usage = h.setting("rollout.max_concurrent_rollouts", 512), h.now("rollout/vllm_kv_cache_usage_frac") or 0.0
+    if flying is not None and flying >= REACHED * maximum and usage < LOW_KV_USAGE:
+        return Finding(
+            "too-few-places", WARNING, f"{wait}; {flying:.0f} of at most {maximum} rollouts are in flight and the "
+            f"KV cache is {share(usage)} full", "the server could do more at once than it is given",
+            "Raise the limit as far as tools and environments allow.", _more(h, "rollout.max_concurrent_rollouts", 512),
+        )  # fmt: skip
+    if flying is not None and cap is not None and cap < maximum and flying >= REACHED * cap:
+        return Finding(
+            "server-full", WARNING, f"{wait}; {flying:.0f} rollouts are in flight, the cap that the server's load sets is "
+            f"{cap:.0f}, its KV cache is {share(usage)} full", "the server holds as many requests as it can",
+            "Give generation more devices (see the split below), or let answers be shorter.", "",
+        )  # fmt: skip
+    return Finding(
+        "generation-bound", WARNING, wait, "generation is slower than training",
+        "Give generation more devices (see the split below), or let answers be shorter.", "",
+    )  # fmt: skip
+
+
+def _scoring(h: History) -> str:
+    """Words where finished groups wait longer for their scores than their rollouts took; else empty."""
+    wait_s, score_s = h.now("rollout/score_wait_s") or 0.0, h.now("rollout/score_s") or 0.0
+    played_s, waiting = h.now("rollout/duration_s"), h.now("rollout/score_queue_size") or 0.0
+    if played_s is None or waiting < 1 or wait_s + score_s <= played_s:
+        return ""
+    return (
+        f"a group waits {wait_s:.2f} s and is scored in {score_s:.2f} s, longer than its rollouts take ({played_s:.2f} s); "
+        f"{waiting:.1f} groups wait"
+    )
+
+
+def concurrency(h: History) -> Finding | None:
+    """DIAG-2, where training does not wait: what limits the rollouts in flight, for the reader to know."""
+    flying, cap = h.now("rollout/concurrency"), h.now("rollout/concurrency_cap")
+    step_s, maximum = h.now("perf/step_s"), h.setting("rollout.max_concurrent_rollouts", 512)
+    if flying is None or cap is None or not step_s or (h.now("perf/rollout_wait_s") or 0.0) >= HIGH * step_s:
+        return None
+    if (h.now("rollout/backpressure_s_per_step") or 0.0) >= HIGH * step_s:
+        limit = "the staleness window (rollout.max_staleness)"
+    elif cap < maximum and flying >= REACHED * cap:
+        limit = f"the server's load, which sets the cap to {cap:.0f}"
+    elif flying >= REACHED * maximum:
+        limit = "rollout.max_concurrent_rollouts"
+    else:
+        return None
+    return Finding("concurrency", FINE, f"{flying:.0f} rollouts are in flight", f"they are limited by {limit}")
+
+
+def slow_sync(h: History) -> Finding | None:
+    step_s, sync_s = h.now("perf/step_s"), h.now("perf/weight_sync_s")
+    if not step_s or sync_s is None or sync_s / step_s < SLOW_SYNC:
+        return None
+    parts = {
+        "waiting for the server's pause": h.now("perf/weight_sync_pause_s") or 0.0,
+        "waiting for other ranks": h.now("perf/weight_sync_barrier_s") or 0.0,
+        "sending": h.now("perf/weight_sync_transfer_s") or 0.0,
+    }
+    longest = max(parts, key=lambda name: parts[name])
+    figure = f"the weight sync takes {sync_s:.2f} s of each {step_s:.2f} s step ({share(sync_s / step_s)})"
+    cause = f"most of it is {longest} ({parts[longest]:.2f} s)"
+    return Finding(
+        "slow-sync", NOTE, figure, cause, "Sync less often (samples age by as many steps), or make steps longer.",
+        _more(h, "sync.every_steps", 1),
+    )  # fmt: skip
+
+
+def stale(h: History) -> Finding | None:
+    """Samples that were generated and then too old to train."""
+    dropped = h.total("sample/dropped_stale_count")
+    trained = sum(h.values("batch/samples_per_step"))
+    if not dropped or dropped / (dropped + trained) < STALE:
+        return None
+    return Finding(
+        "stale", WARNING, f"{dropped:.0f} samples, {share(dropped / (dropped + trained))} of all, were dropped as too old",
+        "they waited longer than the staleness bound allows, often because a few rollouts take much longer than others",
+        "Accept older samples, or shorten the longest rollouts.", _more(h, "rollout.max_staleness", 4),
+    )  # fmt: skip
+
+
+def waste(h: History) -> Finding | None:
+    """Generated tokens that no step will train, by reason."""
+    generated = h.total("tokens/generated")
+    lost = {n: h.total(f"tokens/discarded/{n}") for n in h.names("tokens/discarded/", "")}
+    discarded = sum(lost.values())
+    if not generated or discarded / generated < WASTED:
+        return None
+    worst = max(lost, key=lambda name: lost[name])
+    figure = f"{share(discarded / generated)} of the generated tokens were discarded, most for the reason {worst} ({share(lost[worst] / generated)})"
+    return Finding(
+        "waste", NOTE, figure, "they cost generation and train nothing",
+        "The other verdicts say which setting changes that; metrics tokens/discarded/* have all reasons.",
+    )  # fmt: skip
+
+
+def failed(h: History) -> Finding | None:
+    failures, slots = h.total("rollout/failed_count"), h.total("group/target_slot_count")
+    if not failures or failures / max(slots, failures) < FAILED:
+        return None
+    reasons = {n: h.total(f"rollout/failed_{n}_count") for n in h.names("rollout/failed_", "_count")}
+    worst = max(reasons, key=lambda name: reasons[name], default="")
+    most = f", most as {worst}" if worst else ""
+    return Finding(
+        "failed-rollouts", WARNING, f"{failures:.0f} rollouts, {share(failures / max(slots, failures))} of all, failed{most}",
+        "their slots are lost, and groups become smaller", "The rollout log names the first errors: logs/rollout.log.",
+    )  # fmt: skip
+
+
+def preempted(h: History) -> Finding | None:
+    count, slots = h.total("rollout/vllm_preemption_count"), h.total("group/target_slot_count")
+    if not count or count / max(slots, 1.0) < MUCH_PREEMPTION:
+        return None
+    return Finding(
+        "preemptions", NOTE, f"the server preempted {count:.0f} requests for {slots:.0f} rollouts",
+        "its KV cache is too small for what runs at once, and generated tokens are computed again",
+        "Lower the limit of rollouts in flight.", _less(h, "rollout.max_concurrent_rollouts", 512),
+    )  # fmt: skip
+
+
+def oversize(h: History) -> Finding | None:
+    dropped = h.total("batch/dropped_oversize_count")
+    if not dropped:
+        return None
+    return Finding(
+        "oversize", WARNING, f"{dropped:.0f} samples were longer than a row and dropped",
+        "the longest answers are never trained, which favours short ones", "Make rows longer, or answers shorter.",
+        _more(h, "packer.token_budget"),
+    )  # fmt: skip
+
+
+def empty_rows(h: History) -> Finding | None:
+    fill, rows = h.now("batch/row_fill_frac"), h.now("batch/microbatches_per_step")
+    if fill is None or rows is None or fill >= EMPTY_ROWS:
+        return None
+    return Finding(
+        "empty-rows", NOTE, f"rows are {share(fill)} full", "a step's samples do not fill its rows, or few fit beside each other",
+        "Rows of fewer tokens cost less memory and no speed here.", _less(h, "packer.token_budget"),
+    )  # fmt: skip
+
+
+def uneven_ranks(h: History) -> Finding | None:
+    imbalance = h.now("batch/row_imbalance")
+    if imbalance is None or imbalance < UNEVEN or h.setting("run.num_processes", 1) < 2:
+        return None
+    return Finding(
+        "uneven-ranks", NOTE, f"the heaviest row costs {imbalance:.2f} times the mean of its microbatch",
+        "the other ranks wait for it", "Longer rows are easier to balance.", _more(h, "packer.token_budget"),
+    )  # fmt: skip
+
+
+def _more(h: History, key: str, default: int | None = None) -> str:
+    """`key=` twice its value; empty where the run does not say it."""
+    value = h.setting(key, default)
+    return f"{key}={2 * value}" if value else ""
+
+
+def _less(h: History, key: str, default: int | None = None) -> str:
+    value = h.setting(key, default)
+    return f"{key}={max(value // 2, 1)}" if value else ""
+
+
+RULES = (
+    bottleneck, concurrency, slow_sync, stale, waste, failed, preempted, oversize, empty_rows, uneven_ranks
+)  # fmt: skip

@@ -1,0 +1,217 @@
+"""Rules about learning: what the rewards say, whether sampling is still random, and whether both sides agree."""
+
+from __future__ import annotations
+
+from agrpo.metrics.findings import FINE, NOTE, WARNING, Finding, share
+from agrpo.metrics.history import RECENT, History
+
+SATURATED = 0.5  # share of groups without signal (DIAG-3)
+EDGE = 0.1  # part of the reward range that counts as its end (DIAG-3)
+MOVED = 0.05  # part of the range, or of all groups, that counts as a trend over RECENT windows
+FALLEN = 0.2  # part of the range that the reward may lie below its best
+COPIES = 0.9  # of (G - 1)/G (DIAG-4)
+TRUNCATED, MOSTLY_TRUNCATED = 0.1, 0.3  # shares of the rollouts
+OUT_OF_RANGE = 0.1  # share of the trained tokens
+LOW_MASS = 0.95
+CLIPPED_HARD = 20.0  # gradient norm / max_grad_norm
+ENGINE_GAP = 0.05  # nats per token
+
+
+def saturation(h: History) -> Finding | None:
+    """DIAG-3: groups whose rewards are all equal, by where those rewards lie."""
+    zero, reward = h.now("frac_reward_zero_std"), h.now("reward")
+    if zero is None or reward is None:
+        return None
+    figure = f"{share(zero)} of the groups have equal rewards, the mean reward is {reward:.3g}"
+    bounds = h.setting("scorer.reward_range")
+    if bounds is None:
+        if zero < SATURATED:
+            return Finding("healthy", FINE, figure, "most groups give a gradient")
+        return Finding(
+            "no-signal", WARNING, figure, "such groups give no gradient", "Name the range of the rewards, and this says why.",
+            "'scorer.reward_range=[0,1]'",
+        )  # fmt: skip
+    low, high = bounds
+    span, dropped = high - low, h.now("reward_dropped")
+    if _is_regression(h):
+        rising, falling = h.change("frac_reward_zero_std"), h.change("reward")
+        return Finding(
+            "regression", WARNING,
+            f"over {RECENT} records equal-reward groups rose by {share(rising)} to {share(zero)} while the reward fell by {-falling:.3g}",
+            "what the model could do it now gets wrong together", "Lower the learning rate; look whether answers are copies "
+            "of each other.", _less_rate(h),
+        )  # fmt: skip
+    if zero < SATURATED:
+        return Finding("healthy", FINE, figure, "most groups give a gradient")
+    if dropped is None:
+        return Finding("no-signal", WARNING, figure, "the dropped groups have no reward at all: every source gave None")
+    figure += f", that of the dropped groups {dropped:.3g} in [{low:g}, {high:g}]"
+    if dropped >= high - EDGE * span:
+        return Finding(
+            "solved", NOTE, figure, "the prompts have become too easy", "Stop here, or go on with harder prompts."
+        )
+    if dropped <= low + EDGE * span:
+        return _stuck(h, figure)
+    return Finding(
+        "mixed", NOTE, figure, "some prompts are too easy and others too hard, or groups share a partial score",
+        "Read a few rollouts: agrpo view RUN.",
+    )  # fmt: skip
+
+
+def _is_regression(h: History) -> bool:
+    """Groups without signal become more while the reward falls."""
+    rising, falling, bounds = h.change("frac_reward_zero_std"), h.change("reward"), h.setting("scorer.reward_range")
+    if rising is None or falling is None or bounds is None:
+        return False
+    return rising >= MOVED and falling <= -MOVED * (bounds[1] - bounds[0])
+
+
+def _stuck(h: History, figure: str) -> Finding:
+    clipped = h.now("completions/clipped_ratio") or 0.0
+    if clipped >= TRUNCATED:
+        return Finding(
+            "stuck-low", WARNING, f"{figure}; {share(clipped)} of the answers are cut off",
+            "answers end before their result and count as wrong", "Let answers be longer.", _longer(h),
+        )  # fmt: skip
+    return Finding(
+        "stuck-low", WARNING, figure, "the prompts are too hard, or the reward function does not recognise right answers",
+        "Read a few answers with their rewards: agrpo view RUN.",
+    )  # fmt: skip
+
+
+def fallen(h: History) -> Finding | None:
+    """The reward lies far below what it once was."""
+    best, now, values = h.best("reward"), h.now("reward"), h.values("reward")
+    if best is None or now is None or len(values) < RECENT or _is_regression(h):
+        return None
+    low, high = h.setting("scorer.reward_range") or (min(values), max(values))
+    if high <= low or best - now < FALLEN * (high - low):
+        return None
+    return Finding(
+        "fallen", WARNING, f"the mean reward is {now:.3g}, it was {best:.3g}", "the policy has become worse",
+        "Continue from a checkpoint before the fall with a lower learning rate.", _less_rate(h),
+    )  # fmt: skip
+
+
+def copies(h: History) -> Finding | None:
+    """DIAG-4: the rollouts of a group are the same tokens."""
+    duplicates, size = h.now("completions/duplicate_frac"), h.setting("rollout.group_size", 8)
+    if duplicates is None or size < 2:
+        return None
+    figure = f"{share(duplicates)} of the rollouts repeat another one of their group"
+    if duplicates >= COPIES * (size - 1) / size and _is_learned(h) is not True:
+        return Finding(
+            "copies", WARNING, figure, f"with groups of {size}, {share((size - 1) / size)} would be copies only",
+            "Sampling is not random, or the policy has collapsed: look at the temperature and at the entropy.",
+            "sampler.temperature=1.0",
+        )  # fmt: skip
+    rise, entropy = h.change("completions/duplicate_frac"), h.change("entropy")
+    if rise is None or entropy is None or rise < MOVED or entropy >= 0:
+        return None
+    figure = f"over {RECENT} records repeated rollouts rose by {share(rise)} to {share(duplicates)} while entropy fell by {-entropy:.3g}"
+    if _is_learned(h):
+        return Finding(
+            "converging", NOTE, figure, "the policy settles on one answer per prompt, and the reward rises with it"
+        )
+    return Finding(
+        "collapse", WARNING, figure, "the policy narrows to one answer per prompt without a better reward",
+        "Lower the learning rate, or give prompts on which answers differ.", _less_rate(h),
+    )  # fmt: skip
+
+
+def _is_learned(h: History) -> bool | None:
+    """Whether the reward rises, or is at the upper end of its range; None where nothing is known of it."""
+    change, now, bounds = h.change("reward"), h.now("reward"), h.setting("scorer.reward_range")
+    if now is None:
+        return None
+    if bounds is not None and now >= bounds[1] - EDGE * (bounds[1] - bounds[0]):
+        return True
+    return None if change is None else change > 0
+
+
+def truncated(h: History) -> Finding | None:
+    clipped = h.now("completions/clipped_ratio")
+    if clipped is None or clipped < TRUNCATED:
+        return None
+    return Finding(
+        "truncation", WARNING if clipped >= MOSTLY_TRUNCATED else NOTE,
+        f"{share(clipped)} of the answers are cut off at the length limit", "what is cut off seldom earns a reward, and "
+        "the model never learns to end", "Let answers be longer, or penalise long ones (advantage.overlong).", _longer(h),
+    )  # fmt: skip
+
+
+def dead_reward(h: History) -> Finding | None:
+    """A source that gives every rollout of a group the same has no influence."""
+    names = h.names("rewards/", "/group_std")
+    dead = [n for n in names if (values := h.values(f"rewards/{n}/group_std")[-RECENT:]) and max(values) == 0.0]
+    if not dead or len(h.values("reward")) < RECENT:
+        return None
+    return Finding(
+        "dead-reward", WARNING, f"the reward {', '.join(dead)} gave all rollouts of a group the same in the last records",
+        "it has no influence on training", "Check what it is given and what it returns: agrpo view RUN --show GROUP.",
+    )  # fmt: skip
+
+
+def mismatch(h: History) -> Finding | None:
+    """DIAG-6: server and trainer give different log-probs to the same weights."""
+    limit = h.setting("run.parity_warn", ENGINE_GAP)
+    gap, where = h.now("parity/engine_gap"), "of tokens that the current weights generated"
+    if gap is None and h.setting("rollout.max_staleness", 4) == 0:
+        gap, where = h.now("sampling/sampling_logp_difference/mean"), "at staleness 0"
+    if gap is None or gap < min(limit, ENGINE_GAP):
+        return None
+    return Finding(
+        "mismatch", WARNING if gap >= limit else NOTE,
+        f"log-probs of server and trainer differ by {gap:.3g} nats per token {where}", "the two compute the model "
+        "differently: precision, kernels or weights that did not arrive", "Compare them on the same tokens: agrpo serve-check "
+        "--probe.", "server.dtype=float32" if gap >= limit else "",
+    )  # fmt: skip
+
+
+def out_of_range(h: History) -> Finding | None:
+    masked, age = h.now("sampling/masked_mean"), h.now("sample/staleness_mean")
+    if masked is None or masked < OUT_OF_RANGE:
+        return None
+    words = f" at a mean staleness of {age:.1f}" if age is not None else ""
+    return Finding(
+        "out-of-range", WARNING, f"{share(masked)} of the trained tokens have a ratio outside [loss.clip_min, loss.clip_max]{words}",
+        "they give no policy gradient: the policy moves far in each step, or samples are old",
+        "Lower the learning rate, or accept only younger samples.", _less_rate(h),
+    )  # fmt: skip
+
+
+def low_mass(h: History) -> Finding | None:
+    mass = h.now("sampling/sampler_mass")
+    if mass is None or mass >= LOW_MASS:
+        return None
+    kept = h.setting("sampler.num_sampler_logprobs", 8)
+    return Finding(
+        "low-head-mass", NOTE, f"the {kept} log-probs kept per token hold {share(mass)} of the probability",
+        "the loss models the rest", "Keep more of them.", f"sampler.num_sampler_logprobs={2 * kept}",
+    )  # fmt: skip
+
+
+def clipped_gradient(h: History) -> Finding | None:
+    norm, limit = h.now("grad_norm"), h.setting("optimizer.max_grad_norm", 1.0)
+    if norm is None or not limit or norm < CLIPPED_HARD * limit:
+        return None
+    return Finding(
+        "clipped-gradient", NOTE, f"the gradient norm is {norm:.3g}, it is cut to {limit:g}",
+        "the size of a step no longer depends on its gradient", "Lower the learning rate, or look for outliers in the rewards.",
+        _less_rate(h),
+    )  # fmt: skip
+
+
+def _less_rate(h: History) -> str:
+    rate = h.setting("optimizer.learning_rate")
+    return f"optimizer.learning_rate={rate / 3:.2g}" if rate else ""
+
+
+def _longer(h: History) -> str:
+    length = h.setting("sampler.max_completion_length")
+    return f"sampler.max_completion_length={2 * length}" if length else ""
+
+
+RULES = (
+    saturation, fallen, copies, truncated, dead_reward, mismatch, out_of_range, low_mass, clipped_gradient
+)  # fmt: skip

@@ -1,0 +1,105 @@
+"""How the devices of a run should be divided between generation and training, from what its steps measured.
+
+With G device-seconds of generation and R of training per step, n_g + n_t devices take max(G/n_g, R/n_t) plus the sync;
+no split is faster than (G + R)/(n_g + n_t) plus the sync.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from agrpo.metrics.history import History
+
+
+@dataclass(frozen=True, slots=True)
+class Split:
+    """Seconds per step. `generation_s` and `training_s` are what each side is busy for with its devices of now."""
+
+    generation_s: float
+    training_s: float
+    sync_s: float
+    num_generation: int
+    num_training: int
+    server_size: int = 1  # devices that one copy of the served model takes
+
+    def expected_s(self, num_generation: int, num_training: int) -> float:
+        """The step time of another split, each side scaling with its devices.
+
+        10 s on one device and 2 s on one device: 5 s of them on two and one, plus the sync.
+        """
+        generation = self.generation_s * self.num_generation / num_generation
+        return max(generation, self.training_s * self.num_training / num_training) + self.sync_s
+
+    @property
+    def num_devices(self) -> int:
+        return self.num_generation + self.num_training
+
+    @property
+    def bound_s(self) -> float:
+        """What freely divisible devices would reach."""
+        work = self.generation_s * self.num_generation + self.training_s * self.num_training
+        return work / self.num_devices + self.sync_s
+
+    def best(self) -> tuple[int, int]:
+        """(devices of generation, of training) with the shortest step; the split of now where none is shorter."""
+        size = self.server_size
+        splits = [(n, self.num_devices - n) for n in range(size, self.num_devices, size)]
+        here = (self.num_generation, self.num_training)
+        return min(splits, key=lambda s: (self.expected_s(*s), s != here), default=here)
+
+
+def measured(history: History) -> Split | None:
+    """From the last steps: training is busy when it neither waits nor syncs, generation when it is neither held back nor
+    paused. None before a step was logged."""
+    step_s = history.now("perf/step_s")
+    if step_s is None:
+        return None
+    sync_s = history.now("perf/weight_sync_s") or 0.0
+    busy_s = max(step_s - sync_s, 0.0)
+    devices = history.setting("run.devices", {})
+    num_servers = len(history.setting("server.urls", [])) or 1
+    return Split(
+        generation_s=max(busy_s - (history.now("rollout/backpressure_s_per_step") or 0.0), 0.0),
+        training_s=max(busy_s - (history.now("perf/rollout_wait_s") or 0.0), 0.0),
+        sync_s=sync_s,
+        num_generation=len(devices.get("server", [])) or num_servers,
+        num_training=len(devices.get("trainer", [])) or history.setting("run.num_processes", 1),
+        server_size=history.setting("server.tensor_parallel_size", 1),
+    )
+
+
+def sentences(history: History) -> list[str]:
+    """The plan in words; the device split of a run on a CPU is given as what its two sides take."""
+    split = measured(history)
+    if split is None:
+        return []
+    has_gpus, manages_both = (
+        bool(history.setting("run.devices")),
+        bool(history.setting("run.devices", {}).get("server")),
+    )
+    here = f"{split.num_generation} for generation and {split.num_training} for training"
+    lines = [
+        f"Per step, generation is busy for {split.generation_s:.2f} s, training for {split.training_s:.2f} s, "
+        f"the weight sync takes {split.sync_s:.2f} s (mean of the last steps)."
+    ]
+    if not has_gpus:
+        return [
+            *lines,
+            f"max(G, R) + sync = {split.expected_s(split.num_generation, split.num_training):.2f} s; on a CPU both sides share the cores.",
+        ]
+    best, expected = split.best(), split.expected_s(split.num_generation, split.num_training)
+    bound = f"no split of {split.num_devices} devices is faster than {split.bound_s:.2f} s"
+    if best == (split.num_generation, split.num_training):
+        return [
+            *lines,
+            f"With {here} a step takes max(G/n_g, R/n_t) + sync = {expected:.2f} s, the best split; {bound}.",
+        ]
+    lines.append(
+        f"With {here} a step takes max(G/n_g, R/n_t) + sync = {expected:.2f} s; {best[0]} and {best[1]} would take "
+        f"{split.expected_s(*best):.2f} s; {bound}."
+    )
+    if manages_both:
+        first = ",".join(str(i) for i in range(best[0]))
+        second = ",".join(str(i) for i in range(best[0], split.num_devices))
+        lines.append(f"'run.devices={{server:[{first}],trainer:[{second}]}}' run.num_processes={best[1]}")
+    return lines

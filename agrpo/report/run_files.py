@@ -1,0 +1,115 @@
+"""A run's folder, read back: records, configuration, timeline, how it ended."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from agrpo.errors import ConfigError
+from agrpo.metrics.sinks import read_records
+from agrpo.metrics.summary import FILE_NAME
+
+_DEPTH = 4  # folders between a sweep's folder, or `runs`, and a run in it
+
+
+@dataclass(frozen=True, slots=True)
+class RunFiles:
+    """One run as its files have it now."""
+
+    folder: Path
+    name: str  # what tells it from the others that are shown with it
+    settings: dict[str, Any]  # config.yaml
+    records: list[dict[str, Any]]
+    summary: dict[str, Any]  # {} while it runs, or after it was killed
+    overrides: list[str]
+
+    @property
+    def steps(self) -> list[dict[str, Any]]:
+        """The records of trained steps; the last evaluation has one of its own, which is left out."""
+        return [r for r in self.records if "perf/step_s" in r]
+
+    def spans(self) -> dict[str, list[dict[str, Any]]]:
+        """Process -> what it did, oldest first: {"what", "start", "end"}, seconds since the epoch."""
+        found = {}
+        for path in sorted((self.folder / "timeline").glob("*.jsonl")):
+            spans = [json.loads(line) for line in path.read_text().splitlines(keepends=True) if line.endswith("\n")]
+            found[path.stem] = sorted(spans, key=lambda s: s["start"])
+        return found
+
+    @property
+    def is_active(self) -> bool:
+        """Whether its supervisor lives: it holds the lock of the folder."""
+        path = self.folder / "state" / "lock"
+        if not path.exists():
+            return False
+        with path.open() as lock:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            except OSError:
+                return True
+        return False
+
+
+def read_run(folder: Path, name: str | None = None) -> RunFiles:
+    """One run. ConfigError where the folder is none."""
+    if not (folder / "config.yaml").exists():
+        raise ConfigError(
+            f"{folder} holds no run (config.yaml); give a run's folder, as agrpo train prints it at its end"
+        )
+    settings = yaml.safe_load((folder / "config.yaml").read_text())
+    summary, versions = _json(folder / FILE_NAME), _json(folder / "versions.json")
+    return RunFiles(folder, name or folder.name, settings, read_records(folder), summary, versions.get("overrides", []))
+
+
+def read_runs(folders: list[Path]) -> list[RunFiles]:
+    """Runs, and all runs of a folder that is not one itself, such as a sweep's. ConfigError where there is none."""
+    found: list[Path] = []
+    for folder in folders:
+        below = [folder] if (folder / "config.yaml").exists() else runs_below(folder)
+        if not below:
+            raise ConfigError(
+                f"{folder} holds no run and no folder of runs (config.yaml); give those that agrpo train wrote"
+            )
+        found += [path for path in below if path not in found]
+    return [read_run(path, name) for path, name in zip(found, _names(found), strict=True)]
+
+
+def newest_run(folder: Path) -> Path:
+    """The run whose records changed last. ConfigError where there is none."""
+    found = runs_below(folder)
+    if not found:
+        raise ConfigError(f"no run lies below {folder}; give a run's folder")
+    return max(found, key=lambda path: max(_changed(path / "metrics.jsonl"), _changed(path / "config.yaml")))
+
+
+def runs_below(folder: Path) -> list[Path]:
+    """Folders with a config.yaml, at most `_DEPTH` levels down, in order."""
+    patterns = ("/".join(["*"] * depth) + "/config.yaml" for depth in range(1, _DEPTH + 1))
+    found = {path.parent for pattern in patterns for path in folder.glob(pattern) if ".hydra" not in path.parts}
+    return sorted(found, key=_by_number)
+
+
+def _by_number(path: Path) -> list[tuple[int, str]]:
+    return [(int(part) if part.isdigit() else -1, part) for part in path.parts]
+
+
+def _names(folders: list[Path]) -> list[str]:
+    """The last parts of the paths, as many as tell them apart."""
+    for count in range(1, max((len(f.parts) for f in folders), default=1) + 1):
+        names = ["/".join(f.parts[-count:]) for f in folders]
+        if len(set(names)) == len(names):
+            return names
+    return [str(f) for f in folders]
+
+
+def _changed(path: Path) -> float:
+    return path.stat().st_mtime if path.exists() else 0.0
+
+
+def _json(path: Path) -> dict[str, Any]:
+    return json.loads(path.read_text()) if path.exists() else {}

@@ -1,0 +1,174 @@
+"""Every rule of the diagnosis on hand-made records, at both sides of its threshold."""
+
+import pytest
+
+from agrpo.config.runner import compose_tree
+from agrpo.metrics.findings import changes, findings, share
+from agrpo.metrics.history import History
+
+SETTINGS = {
+    "rollout": {"group_size": 8, "max_concurrent_rollouts": 64, "max_staleness": 4},
+    "run": {"num_processes": 2, "parity_warn": 0.1},
+    "scorer": {"reward_range": [0.0, 1.0], "max_concurrent_groups": 8},
+    "sampler": {"max_completion_length": 100, "num_sampler_logprobs": 8},
+    "packer": {"token_budget": 1024},
+    "optimizer": {"learning_rate": 3e-4, "max_grad_norm": 1.0},
+    "sync": {"every_steps": 1},
+}
+HEALTHY = {
+    "reward": 0.6, "reward_dropped": 0.5, "frac_reward_zero_std": 0.2, "perf/step_s": 10.0, "perf/rollout_wait_s": 0.5,
+    "rollout/backpressure_s_per_step": 0.5, "perf/weight_sync_s": 0.5, "completions/clipped_ratio": 0.0,
+    "completions/duplicate_frac": 0.1, "entropy": 1.0, "rewards/right/group_std": 0.4,
+}  # fmt: skip
+
+
+def records(num=12, **changed):
+    """Equal records but for `changed`, a number or a function of the record's number from 0."""
+    changed = {k.replace("__", "/"): v for k, v in changed.items()}
+    return [
+        {"step": i + 1, **HEALTHY, **{k: v(i) if callable(v) else v for k, v in changed.items()}} for i in range(num)
+    ]
+
+
+def found(num=12, settings=None, **changed):
+    return {f.rule: f for f in findings(records(num, **changed), settings or SETTINGS)}
+
+
+def ramp(first, last, num=12):
+    """The last 10 of `num` records go from `first` to `last` in a straight line."""
+    return lambda i: first + (last - first) * max(i - (num - 10), 0) / 9
+
+
+def test_a_healthy_run_needs_nothing():
+    assert {name: f.level for name, f in found().items()} == {"healthy": "fine", "balanced": "fine"}
+
+
+def test_no_record_gives_no_verdict():
+    assert findings([], SETTINGS) == []
+
+
+BOTH_SIDES = [
+    # rule, inside, outside
+    ("generation-bound", {"perf__rollout_wait_s": 1.0}, {"perf__rollout_wait_s": 0.99}),
+    ("trainer-bound", {"rollout__backpressure_s_per_step": 1.0}, {"rollout__backpressure_s_per_step": 0.99}),
+    ("window-bound", {"perf__rollout_wait_s": 1.0, "rollout__backpressure_s_per_step": 1.0},
+     {"perf__rollout_wait_s": 1.0, "rollout__backpressure_s_per_step": 0.99}),
+    ("too-few-places",
+     {"perf__rollout_wait_s": 5, "rollout__concurrency": 61, "rollout__concurrency_cap": 64, "rollout__vllm_kv_cache_usage_frac": 0.59},
+     {"perf__rollout_wait_s": 5, "rollout__concurrency": 60, "rollout__concurrency_cap": 64, "rollout__vllm_kv_cache_usage_frac": 0.59}),
+    ("too-few-places",
+     {"perf__rollout_wait_s": 5, "rollout__concurrency": 64, "rollout__concurrency_cap": 64, "rollout__vllm_kv_cache_usage_frac": 0.59},
+     {"perf__rollout_wait_s": 5, "rollout__concurrency": 64, "rollout__concurrency_cap": 64, "rollout__vllm_kv_cache_usage_frac": 0.60}),
+    ("server-full", {"perf__rollout_wait_s": 5, "rollout__concurrency": 19, "rollout__concurrency_cap": 20},
+     {"perf__rollout_wait_s": 5, "rollout__concurrency": 18.9, "rollout__concurrency_cap": 20}),
+    ("scoring-bound",
+     {"perf__rollout_wait_s": 5, "rollout__score_queue_size": 1, "rollout__score_wait_s": 2.0, "rollout__score_s": 1.1, "rollout__duration_s": 3.0},
+     {"perf__rollout_wait_s": 5, "rollout__score_queue_size": 1, "rollout__score_wait_s": 2.0, "rollout__score_s": 0.9, "rollout__duration_s": 3.0}),
+    ("concurrency", {"rollout__concurrency": 61, "rollout__concurrency_cap": 64},
+     {"rollout__concurrency": 60, "rollout__concurrency_cap": 64}),
+    ("slow-sync", {"perf__weight_sync_s": 1.5}, {"perf__weight_sync_s": 1.49}),
+    ("stale", {"sample__dropped_stale_count": 6, "batch__samples_per_step": 100},
+     {"sample__dropped_stale_count": 4, "batch__samples_per_step": 100}),
+    ("waste", {"tokens__generated": 100, "tokens__discarded/stale": 30}, {"tokens__generated": 100, "tokens__discarded/stale": 29}),
+    ("failed-rollouts", {"rollout__failed_count": 5, "group__target_slot_count": 100},
+     {"rollout__failed_count": 4.9, "group__target_slot_count": 100}),
+    ("preemptions", {"rollout__vllm_preemption_count": 10, "group__target_slot_count": 100},
+     {"rollout__vllm_preemption_count": 9, "group__target_slot_count": 100}),
+    ("oversize", {"batch__dropped_oversize_count": 1}, {"batch__dropped_oversize_count": 0}),
+    ("empty-rows", {"batch__row_fill_frac": 0.49, "batch__microbatches_per_step": 1},
+     {"batch__row_fill_frac": 0.5, "batch__microbatches_per_step": 1}),
+    ("uneven-ranks", {"batch__row_imbalance": 1.3}, {"batch__row_imbalance": 1.29}),
+    ("solved", {"frac_reward_zero_std": 0.5, "reward_dropped": 0.9}, {"frac_reward_zero_std": 0.49, "reward_dropped": 0.9}),
+    ("solved", {"frac_reward_zero_std": 0.6, "reward_dropped": 0.9}, {"frac_reward_zero_std": 0.6, "reward_dropped": 0.89}),
+    ("stuck-low", {"frac_reward_zero_std": 0.6, "reward_dropped": 0.1}, {"frac_reward_zero_std": 0.6, "reward_dropped": 0.11}),
+    ("mixed", {"frac_reward_zero_std": 0.6, "reward_dropped": 0.5}, {"frac_reward_zero_std": 0.4, "reward_dropped": 0.5}),
+    ("no-signal", {"frac_reward_zero_std": 0.6, "reward_dropped": None}, {"frac_reward_zero_std": 0.4, "reward_dropped": None}),
+    ("regression", {"frac_reward_zero_std": ramp(0.2, 0.26), "reward": ramp(0.6, 0.54)},
+     {"frac_reward_zero_std": ramp(0.2, 0.26), "reward": ramp(0.6, 0.56)}),
+    ("regression", {"frac_reward_zero_std": ramp(0.2, 0.26), "reward": ramp(0.6, 0.54)},
+     {"frac_reward_zero_std": ramp(0.2, 0.24), "reward": ramp(0.6, 0.54)}),
+    ("fallen", {"num": 20, "reward": lambda i: 0.7 if i < 9 else 0.49}, {"num": 20, "reward": lambda i: 0.7 if i < 9 else 0.51}),
+    ("copies", {"completions__duplicate_frac": 0.79}, {"completions__duplicate_frac": 0.78}),  # 0.9 * 7/8 = 0.7875
+    ("collapse", {"completions__duplicate_frac": ramp(0.2, 0.26), "entropy": ramp(1.0, 0.8)},
+     {"completions__duplicate_frac": ramp(0.2, 0.24), "entropy": ramp(1.0, 0.8)}),
+    ("collapse", {"completions__duplicate_frac": ramp(0.2, 0.26), "entropy": ramp(1.0, 0.8)},
+     {"completions__duplicate_frac": ramp(0.2, 0.26), "entropy": ramp(0.8, 1.0)}),
+    ("truncation", {"completions__clipped_ratio": 0.1}, {"completions__clipped_ratio": 0.09}),
+    ("dead-reward", {"rewards__style/group_std": 0.0}, {"rewards__style/group_std": lambda i: 0.1 if i == 11 else 0.0}),
+    ("mismatch", {"parity__engine_gap": 0.05}, {"parity__engine_gap": 0.049}),
+    ("out-of-range", {"sampling__masked_mean": 0.1}, {"sampling__masked_mean": 0.09}),
+    ("low-head-mass", {"sampling__sampler_mass": 0.94}, {"sampling__sampler_mass": 0.95}),
+    ("clipped-gradient", {"grad_norm": 20.0}, {"grad_norm": 19.0}),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("rule, inside, outside", BOTH_SIDES, ids=[f"{r[0]}-{i}" for i, r in enumerate(BOTH_SIDES)])
+def test_both_sides_of_every_threshold(rule, inside, outside):
+    assert rule in found(**inside)
+    assert rule not in found(**outside)
+
+
+def test_every_rule_has_its_two_sides_here():
+    from agrpo.metrics import rules_of_flow, rules_of_signal
+
+    for rule in (*rules_of_flow.RULES, *rules_of_signal.RULES):
+        named = {f.rule for _, inside, _ in BOTH_SIDES if (f := rule(History(records(**inside), SETTINGS)))}
+        assert named & {name for name, _, _ in BOTH_SIDES}, rule.__name__
+
+
+def test_the_reward_range_decides_what_its_ends_are():
+    shifted = {**SETTINGS, "scorer": {"reward_range": [-1.0, 1.0]}}
+    assert "solved" in found(settings=shifted, frac_reward_zero_std=0.6, reward_dropped=0.8)
+    assert "stuck-low" in found(settings=shifted, frac_reward_zero_std=0.6, reward_dropped=-0.8)
+    unknown = found(settings={**SETTINGS, "scorer": {}}, frac_reward_zero_std=0.6)["no-signal"]
+    assert unknown.override == "'scorer.reward_range=[0,1]'"
+
+
+def test_a_stuck_run_with_cut_off_answers_is_told_to_let_them_be_longer():
+    stuck = found(frac_reward_zero_std=0.6, reward_dropped=0.0, completions__clipped_ratio=0.1)["stuck-low"]
+    assert stuck.override == "sampler.max_completion_length=200"
+    assert not found(frac_reward_zero_std=0.6, reward_dropped=0.0, completions__clipped_ratio=0.09)["stuck-low"].override
+
+
+def test_copies_of_right_answers_are_no_fault():
+    same = {"completions__duplicate_frac": 0.87}
+    assert "copies" in found(**same) and "copies" not in found(**same, reward=0.95)
+    rising = {"completions__duplicate_frac": ramp(0.2, 0.4), "entropy": ramp(1.0, 0.5), "reward": ramp(0.5, 0.7)}
+    assert found(**rising)["converging"].level == "note" and "collapse" not in found(**rising)
+
+
+def test_at_staleness_zero_the_difference_is_mismatch():
+    young = {**SETTINGS, "rollout": {**SETTINGS["rollout"], "max_staleness": 0}}
+    gap = {"sampling__sampling_logp_difference/mean": 0.2}
+    assert found(settings=young, **gap)["mismatch"].level == "warning" and "mismatch" not in found(**gap)
+
+
+def test_figures_are_those_of_the_last_ten_records_and_not_of_the_first():
+    waiting = found(num=30, perf__rollout_wait_s=lambda i: 100.0 if i == 0 else 5.0 if i >= 20 else 0.0)
+    assert "waits 5.00 s of each 10.00 s step (50 %)" in waiting["generation-bound"].text
+
+
+def test_warnings_come_first_and_an_unchanged_verdict_is_no_change():
+    levels = [f.level for f in findings(records(perf__rollout_wait_s=5, batch__row_fill_frac=0.1, batch__microbatches_per_step=1), SETTINGS)]
+    assert levels == ["warning", "note", "fine"]
+    one, two = findings(records(perf__rollout_wait_s=5), SETTINGS), findings(records(perf__rollout_wait_s=6), SETTINGS)
+    assert not changes(one, two) and changes(one, findings(records(), SETTINGS))
+
+
+def test_every_override_is_one_that_the_command_line_takes():
+    overrides = {f.override for _, inside, _ in BOTH_SIDES for f in found(**inside).values() if f.override}
+    assert len(overrides) >= 8
+    for override in sorted(overrides):
+        key, value = override.strip("'").split("=", 1)
+        more = ["server=vllm"] if key.startswith("server.dtype") else []
+        tree = compose_tree(["+recipe=quickstart", *more, override.strip("'")])
+        for part in key.split("."):
+            assert part in tree, override
+            tree = tree[part]
+
+
+def test_a_change_is_that_of_the_straight_line():
+    history = History([{"step": i, "x": i / 10} for i in range(12)], {})
+    assert history.change("x") == pytest.approx(0.9) and history.now("x") == pytest.approx(0.65)
+    assert history.best("x") == pytest.approx(1.0) and history.change("y") is None
+    assert (share(0.423), share(0.004), share(0)) == ("42 %", "0.4 %", "0 %")
