@@ -291,7 +291,7 @@ token, and the configuration. A RUN that holds several runs, such as a sweep's f
 Examples:
   agrpo report runs/quickstart/2026-01-31_12-00-00      writes report.html into that folder
   agrpo report RUN OTHER_RUN --output both.html
-  agrpo report multirun/2026-01-31/12-00-00             the runs of a sweep
+  agrpo report runs/quickstart/2026-01-31_12-00-00      also a sweep: the runs in it are compared
 """
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 RECENT = 10  # windows that "now" is the mean of, and over which a trend counts (DIAG-4)
-BRIEF = 3  # windows that "best" is the mean of
+BRIEF = 3  # windows that "best" and "latest" are the mean of
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,9 +28,10 @@ class History:
         return default if value is None else value
 
     def values(self, name: str) -> list[float]:
-        """The finite numbers of one metric, oldest first. The first record of several is left out: its times and rates
-        hold the start of the run."""
-        usable = self.records[1:] if len(self.records) > BRIEF else self.records
+        """The finite numbers of one metric, oldest first. Of times and rates, the first of several is left out: it holds
+        the start of the run."""
+        is_timed = name.startswith(("perf/", "rollout/"))
+        usable = self.records[1:] if is_timed and len(self.records) > BRIEF else self.records
         found = [r[name] for r in usable if isinstance(r.get(name), int | float)]
         return [float(v) for v in found if np.isfinite(v)]
 
@@ -40,11 +41,16 @@ class History:
         return math.fsum(values) / len(values) if values else None
 
     def best(self, name: str) -> float | None:
-        """The highest mean of BRIEF windows in a row; None with fewer."""
+        """The highest mean of BRIEF windows in a row, of half of them in a short run; None with fewer than two."""
         values = self.values(name)
-        if len(values) < BRIEF:
-            return None
-        return float(np.convolve(values, np.full(BRIEF, 1 / BRIEF), mode="valid").max())
+        width = min(BRIEF, len(values) // 2)
+        return float(np.convolve(values, np.full(width, 1 / width), mode="valid").max()) if width else None
+
+    def latest(self, name: str) -> float | None:
+        """The mean of as many windows as `best` takes, at the end."""
+        values = self.values(name)
+        width = min(BRIEF, len(values) // 2)
+        return math.fsum(values[-width:]) / width if width else None
 
     def change(self, name: str) -> float | None:
         """What the straight line through the last RECENT windows rises by from the first to the last of them.

@@ -6,6 +6,8 @@ from agrpo.metrics.diagnose import HIGH, LOW_KV_USAGE, REACHED
 from agrpo.metrics.findings import FINE, NOTE, WARNING, Finding, share
 from agrpo.metrics.history import History
 
+FEW_SIGNALS = 0.5  # share of the groups
+SCORING = 0.8  # share of the places for scoring
 SLOW_SYNC = 0.15  # share of the step
 WASTED = 0.3  # share of the generated tokens
 STALE = 0.05  # share of the samples
@@ -43,12 +45,17 @@ def bottleneck(h: History) -> Finding | None:
 
 
 def _generation_bound(h: History, wait: str) -> Finding:
-    """Training waits: for scoring, for places, for a server that is full, or for generation itself (DIAG-2)."""
+    """Training waits: for groups with signal, for scoring, for places, for a server that is full, or for generation itself (DIAG-2)."""
+    without_signal = h.now("frac_reward_zero_std") or 0.0
+    if without_signal >= FEW_SIGNALS:
+        return Finding(
+            "few-signals", WARNING, f"{wait}; {share(without_signal)} of the groups have equal rewards",
+            "they give no gradient, so a step needs many groups", "The verdict on the rewards says why.",
+        )  # fmt: skip
     scoring = _scoring(h)
     if scoring:
         return Finding(
-            "scoring-bound", WARNING, f"{wait}; {scoring}", "rewards are slower than generation, so that finished groups wait "
-            "to be scored", "Score more groups at once, or make the slowest reward function faster.",
+            "scoring-bound", WARNING, f"{wait}; {scoring}", "scoring keeps up with generation hardly or not at all", "Score more groups at once, or make the slowest reward function faster.",
             _more(h, "scorer.max_concurrent_groups", 8),
         )  # fmt: skip
     flying, cap = h.now("rollout/concurrency"), h.now("rollout/concurrency_cap")
@@ -72,14 +79,19 @@ def _generation_bound(h: History, wait: str) -> Finding:
 
 
 def _scoring(h: History) -> str:
-    """Words where finished groups wait longer for their scores than their rollouts took; else empty."""
-    wait_s, score_s = h.now("rollout/score_wait_s") or 0.0, h.now("rollout/score_s") or 0.0
-    played_s, waiting = h.now("rollout/duration_s"), h.now("rollout/score_queue_size") or 0.0
-    if played_s is None or waiting < 1 or wait_s + score_s <= played_s:
+    """Words where groups wait for scores and nearly all places for scoring are taken; else empty."""
+    score_s, waiting = h.now("rollout/score_s"), h.now("rollout/score_queue_size") or 0.0
+    slots, step_s = h.now("group/target_slot_count"), h.now("perf/step_s")
+    if score_s is None or not slots or not step_s or waiting < 1:
+        return ""
+    places = h.setting("scorer.max_concurrent_groups", 8)
+    groups = slots / h.setting("rollout.group_size", 8) / h.setting("logger.logging_steps", 1)  # per step
+    taken = groups * score_s / (places * step_s)
+    if taken < SCORING:
         return ""
     return (
-        f"a group waits {wait_s:.2f} s and is scored in {score_s:.2f} s, longer than its rollouts take ({played_s:.2f} s); "
-        f"{waiting:.1f} groups wait"
+        f"{groups:.0f} groups per step are scored in {score_s:.2f} s each, which takes {share(min(taken, 1.0))} of the {places} places "
+        f"for scoring; {waiting:.1f} groups wait"
     )
 
 

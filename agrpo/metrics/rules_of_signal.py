@@ -9,6 +9,7 @@ SATURATED = 0.5  # share of groups without signal (DIAG-3)
 EDGE = 0.1  # part of the reward range that counts as its end (DIAG-3)
 MOVED = 0.05  # part of the range, or of all groups, that counts as a trend over RECENT windows
 FALLEN = 0.2  # part of the range that the reward may lie below its best
+FEWEST = 4  # records that say whether it does
 COPIES = 0.9  # of (G - 1)/G (DIAG-4)
 TRUNCATED, MOSTLY_TRUNCATED = 0.1, 0.3  # shares of the rollouts
 OUT_OF_RANGE = 0.1  # share of the trained tokens
@@ -50,6 +51,8 @@ def saturation(h: History) -> Finding | None:
         return Finding(
             "solved", NOTE, figure, "the prompts have become too easy", "Stop here, or go on with harder prompts."
         )
+    if fallen(h):
+        return None  # its means mix what was before the fall with what came after
     if dropped <= low + EDGE * span:
         return _stuck(h, figure)
     return Finding(
@@ -81,8 +84,8 @@ def _stuck(h: History, figure: str) -> Finding:
 
 def fallen(h: History) -> Finding | None:
     """The reward lies far below what it once was."""
-    best, now, values = h.best("reward"), h.now("reward"), h.values("reward")
-    if best is None or now is None or len(values) < RECENT or _is_regression(h):
+    best, now, values = h.best("reward"), h.latest("reward"), h.values("reward")
+    if best is None or now is None or len(values) < FEWEST or _is_regression(h):
         return None
     low, high = h.setting("scorer.reward_range") or (min(values), max(values))
     if high <= low or best - now < FALLEN * (high - low):

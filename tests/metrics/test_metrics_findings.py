@@ -62,8 +62,10 @@ BOTH_SIDES = [
     ("server-full", {"perf__rollout_wait_s": 5, "rollout__concurrency": 19, "rollout__concurrency_cap": 20},
      {"perf__rollout_wait_s": 5, "rollout__concurrency": 18.9, "rollout__concurrency_cap": 20}),
     ("scoring-bound",
-     {"perf__rollout_wait_s": 5, "rollout__score_queue_size": 1, "rollout__score_wait_s": 2.0, "rollout__score_s": 1.1, "rollout__duration_s": 3.0},
-     {"perf__rollout_wait_s": 5, "rollout__score_queue_size": 1, "rollout__score_wait_s": 2.0, "rollout__score_s": 0.9, "rollout__duration_s": 3.0}),
+     # 32 groups of 8 in a step of 10 s, 2 s each: 64 of the 80 seconds of 8 places
+     {"perf__rollout_wait_s": 5, "rollout__score_queue_size": 1, "rollout__score_s": 2.0, "group__target_slot_count": 256},
+     {"perf__rollout_wait_s": 5, "rollout__score_queue_size": 1, "rollout__score_s": 1.99, "group__target_slot_count": 256}),
+    ("few-signals", {"perf__rollout_wait_s": 5, "frac_reward_zero_std": 0.5}, {"perf__rollout_wait_s": 5, "frac_reward_zero_std": 0.49}),
     ("concurrency", {"rollout__concurrency": 61, "rollout__concurrency_cap": 64},
      {"rollout__concurrency": 60, "rollout__concurrency_cap": 64}),
     ("slow-sync", {"perf__weight_sync_s": 1.5}, {"perf__weight_sync_s": 1.49}),
@@ -127,7 +129,16 @@ def test_the_reward_range_decides_what_its_ends_are():
 def test_a_stuck_run_with_cut_off_answers_is_told_to_let_them_be_longer():
     stuck = found(frac_reward_zero_std=0.6, reward_dropped=0.0, completions__clipped_ratio=0.1)["stuck-low"]
     assert stuck.override == "sampler.max_completion_length=200"
-    assert not found(frac_reward_zero_std=0.6, reward_dropped=0.0, completions__clipped_ratio=0.09)["stuck-low"].override
+    assert not found(frac_reward_zero_std=0.6, reward_dropped=0.0, completions__clipped_ratio=0.09)[
+        "stuck-low"
+    ].override
+
+
+def test_a_run_that_fell_early_is_not_told_that_its_prompts_are_too_hard():
+    early = [0.59, 0.64, 0.03, 0.02, 0.019]
+    verdicts = found(num=5, reward=lambda i: early[i], frac_reward_zero_std=0.9, reward_dropped=0.0)
+    assert "it was 0.615" in verdicts["fallen"].text and "stuck-low" not in verdicts
+    assert verdicts["fallen"].override == "optimizer.learning_rate=0.0001"
 
 
 def test_copies_of_right_answers_are_no_fault():
@@ -149,7 +160,12 @@ def test_figures_are_those_of_the_last_ten_records_and_not_of_the_first():
 
 
 def test_warnings_come_first_and_an_unchanged_verdict_is_no_change():
-    levels = [f.level for f in findings(records(perf__rollout_wait_s=5, batch__row_fill_frac=0.1, batch__microbatches_per_step=1), SETTINGS)]
+    levels = [
+        f.level
+        for f in findings(
+            records(perf__rollout_wait_s=5, batch__row_fill_frac=0.1, batch__microbatches_per_step=1), SETTINGS
+        )
+    ]
     assert levels == ["warning", "note", "fine"]
     one, two = findings(records(perf__rollout_wait_s=5), SETTINGS), findings(records(perf__rollout_wait_s=6), SETTINGS)
     assert not changes(one, two) and changes(one, findings(records(), SETTINGS))
