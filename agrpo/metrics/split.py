@@ -57,13 +57,13 @@ def measured(history: History) -> Split | None:
     sync_s = history.now("perf/weight_sync_s") or 0.0
     busy_s = max(step_s - sync_s, 0.0)
     devices = history.setting("run.devices", {})
-    num_servers = len(history.setting("server.urls", [])) or 1
+    num_servers = len(str(history.setting("server.base_url", "")).split(","))
     return Split(
         generation_s=max(busy_s - (history.now("rollout/backpressure_s_per_step") or 0.0), 0.0),
         training_s=max(busy_s - (history.now("perf/rollout_wait_s") or 0.0), 0.0),
         sync_s=sync_s,
         num_generation=len(devices.get("server", [])) or num_servers,
-        num_training=len(devices.get("trainer", [])) or history.setting("run.num_processes", 1),
+        num_training=history.setting("run.num_processes", 1) * history.setting("run.num_nodes", 1),
         server_size=history.setting("server.tensor_parallel_size", 1),
     )
 
@@ -98,7 +98,7 @@ def sentences(history: History) -> list[str]:
         f"With {here} a step takes max(G/n_g, R/n_t) + sync = {expected:.2f} s; {best[0]} and {best[1]} would take "
         f"{split.expected_s(*best):.2f} s; {bound}."
     )
-    if manages_both:
+    if manages_both and history.setting("run.num_nodes", 1) == 1:
         first = ",".join(str(i) for i in range(best[0]))
         second = ",".join(str(i) for i in range(best[0], split.num_devices))
         lines.append(f"'run.devices={{server:[{first}],trainer:[{second}]}}' run.num_processes={best[1]}")

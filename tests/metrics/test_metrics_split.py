@@ -41,17 +41,19 @@ def played_out(generation_s, training_s, sync_s, num_generation, num_training, l
 
 @pytest.mark.parametrize("generation_s, training_s", [(30.0, 10.0), (10.0, 30.0), (20.0, 20.0)])
 def test_the_work_of_both_sides_is_found_in_the_records(generation_s, training_s):
-    settings = {"run": {"devices": {"server": [0, 1], "trainer": [2, 3]}}}
+    settings = {"run": {"devices": {"server": [0, 1], "trainer": [2, 3]}, "num_processes": 2}}
     plan = measured(History(played_out(generation_s, training_s, 0.5, 2, 2), settings))
     assert plan.generation_s * 2 == pytest.approx(generation_s) and plan.training_s * 2 == pytest.approx(training_s)
     better = plan.best()
     faster = played_out(generation_s, training_s, 0.5, *better)[-1]["perf/step_s"]
     assert faster == pytest.approx(plan.expected_s(*better))
-    assert faster == pytest.approx(min(played_out(generation_s, training_s, 0.5, n, 4 - n)[-1]["perf/step_s"] for n in (1, 2, 3)))
+    assert faster == pytest.approx(
+        min(played_out(generation_s, training_s, 0.5, n, 4 - n)[-1]["perf/step_s"] for n in (1, 2, 3))
+    )
 
 
 def test_the_plan_in_words_ends_with_what_to_type():
-    settings = {"run": {"devices": {"server": [0, 1], "trainer": [2, 3]}}}
+    settings = {"run": {"devices": {"server": [0, 1], "trainer": [2, 3]}, "num_processes": 2}}
     lines = sentences(History(played_out(30.0, 10.0, 0.5, 2, 2), settings))
     assert "generation is busy for 15.00 s, training for 5.00 s" in lines[0]
     assert "15.50 s; 3 and 1 would take 10.50 s; no split of 4 devices is faster than 10.50 s" in lines[1]
@@ -64,3 +66,13 @@ def test_a_cpu_run_and_a_run_without_steps():
     cpu = sentences(History(played_out(3.0, 1.0, 0.1, 1, 1), {"run": {"devices": None, "num_processes": 1}}))
     assert cpu[1].startswith("max(G, R) + sync = 3.10 s") and len(cpu) == 2
     assert sentences(History([], {})) == []
+
+
+def test_servers_elsewhere_and_trainers_on_several_machines_are_counted():
+    settings = {
+        "run": {"devices": {"trainer": [0, 1]}, "num_processes": 2, "num_nodes": 3},
+        "server": {"base_url": "http://a:1,http://b:2"},
+    }
+    plan = measured(History(played_out(12.0, 12.0, 0.0, 2, 6), settings))
+    assert (plan.num_generation, plan.num_training) == (2, 6)
+    assert not any("run.devices" in line for line in sentences(History(played_out(12.0, 12.0, 0.0, 2, 6), settings)))
