@@ -136,9 +136,9 @@ tokens/in_flight | tokens | W | last
 tokens/untrained | tokens | F | last
 perf/weight_sync_version | version | T | last
 perf/weight_sync_parity | nats | T | max
-eval/{name}/reward | reward | W | ratio
+eval/{name}/reward | reward | W | last
 eval/{name}/version | version | W | last
-eval/{name}/duration_s | s | W | mean
+eval/{name}/duration_s | s | W | last
 """
 
 WHEN = {

@@ -184,8 +184,9 @@ class Console:
             parts.append(Text(VERDICTS.get(verdict, verdict), style="green" if verdict == "balanced" else "yellow"))
         if self.shows_steps:
             parts += [Text(""), self._step_table()]
-        below = [Text(evaluation_line(name, points)) for name, points in history.evaluations.items()]
-        below += [Text(line, style="dim") for line in self._elsewhere()]
+        lines = [(evaluation_line(name, points), "") for name, points in history.evaluations.items()]
+        lines += [(line, "dim") for line in self._elsewhere()]
+        below = [Text(line, style, no_wrap=True, overflow="ellipsis") for line, style in lines]
         taken = len(parts) + 2 + (len(history.rows) if self.shows_steps else 0) + len(below)
         height = min(max(self.output.height - taken - 3, SHORTEST_CURVE), TALLEST_CURVE)
         chart = self._curve(height, ascii_only=self._is_ascii)

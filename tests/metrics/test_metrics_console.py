@@ -218,13 +218,14 @@ def test_the_live_view_says_what_each_side_does_and_fits_a_small_terminal(tmp_pa
     for record in make_records(30):
         console.step({**record, **sides})
     console.phase("trainer0", "saving a checkpoint")
+    console.phase("stop", "finishing the step and saving; press Ctrl-C again to stop at once without saving")
     lines = rendered(console).rstrip().splitlines()
     assert len(lines) <= 24 and max(map(len, lines)) <= 80
     shown = [" ".join(line.split()) for line in lines]
     assert "generation 5.1k tokens/s 42 of 64 rollouts in flight" in shown
     assert "training 4.8k tokens/s step 1.2 s, waits 0.8 s (70% of the time)" in shown
     assert "queue 12 samples staleness mean 1.0, largest 2 versions" in shown
-    assert lines[-1].startswith("trainer0: saving a checkpoint")
+    assert lines[-2].startswith("trainer0: saving a checkpoint") and lines[-1].startswith("stop: finishing")
 
 
 def test_a_long_run_is_kept_in_bounded_space():

@@ -22,7 +22,7 @@ def test_every_required_metric_is_declared_as_required():
 
 @pytest.mark.parametrize("metric", metrics(), ids=lambda m: m.name)
 def test_a_window_reduces_each_metric_by_its_rule(metric):
-    name = metric.name.format(name="max_len", tool="count_min", reason="max_count", N=7)
+    name = metric.name.format(name="max_len", tool="count_min", reason="max_count", N=7, k=3)
     window = Window(strict=True)
     for value, weight in EVENTS:
         window.add(name, value, *([weight] if metric.reduction == "ratio" else []))
