@@ -199,7 +199,8 @@ def _fits(metric, value) -> bool:
         return False
     if metric.unit == "0..1":
         return -1e-9 <= value <= 1 + 1e-9
-    if metric.unit in ("count", "version", "rollouts", "tokens") and metric.reduction in ("sum", "max", "min", "last"):
+    is_whole = metric.reduction in ("sum", "max", "min", "last") and "mean" not in metric.name
+    if is_whole and metric.unit in ("count", "version", "rollouts", "tokens"):
         return value >= 0 and float(value).is_integer()
     if metric.unit in ("s", "tokens/s", "tokens", "count", "turns", "samples", "groups", "requests", "versions", "rows"):
         return value >= 0
