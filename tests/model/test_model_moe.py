@@ -89,7 +89,8 @@ def test_a_step_adds_the_mean_auxiliary_loss_of_its_rows():
     updater = Updater(model, Optimizer(learning_rate=0.0, max_grad_norm=0), None)
     parity = ParityProbe(ranks.device, is_truncated=False, warn=None, stop=None)
     trainer = Trainer(ranks, model, updater, ScoreCentering(), None, None, None, parity, 1.0, 0, 1)
-    trainer.step(Work("step", 1, (total, total), tuple(rows)))
+    shares = tuple(np.full(len(row.sample_tokens), 1 / total, np.float32) for row in rows)
+    trainer.step(Work("step", 1, tuple(rows), shares))
     trainer.figures.record(trainer.window, 1)
 
     terms = [token_terms(same, DeviceRow.of(row, "cpu"), 1.0, want_head=True) for row in rows]
