@@ -162,7 +162,7 @@ class Lora:
         )
 
 
-ATTENTION_BACKENDS = ("auto", "varlen", "flex", "sdpa", "fa3", "fa4", "aiter")
+ATTENTION_BACKENDS = ("auto", "varlen", "flex", "sdpa", "torch", "fa3", "fa4", "aiter")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -183,7 +183,9 @@ class Model:
     tf32: bool | None = setting(None, "TF32 matrix products on NVIDIA GPUs; null = PyTorch's default")
     gradient_checkpointing: bool = setting(True, "recompute activations in the backward pass to save memory")
     gradient_checkpointing_kwargs: dict[str, Any] | None = setting(None, "arguments of gradient checkpointing")
-    attention_backend: str = setting("auto", "attention kernel", choices=ATTENTION_BACKENDS)
+    attention_backend: str = setting(
+        "auto", "attention kernel; auto = by GPU, precision and model, logged with its reason", choices=ATTENTION_BACKENDS
+    )
     fsdp: Fsdp = setting(doc="sharding over trainer processes", factory=Fsdp)
     lora: Lora = setting(doc="adapter training", factory=Lora)
 

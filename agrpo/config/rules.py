@@ -164,13 +164,20 @@ def _model(config: Config) -> Iterator[str]:
     if model.lora.enabled:
         yield from _lora(model.lora, getattr(config.sync, "mode", None))
     on_gpu = config.devices.has_gpu and not run.use_cpu
-    if not on_gpu and model.attention_backend not in ("auto", "sdpa"):
-        yield f"model.attention_backend={model.attention_backend} needs a GPU; on CPU use auto"
+    yield from _attention(model.attention_backend, config.devices.gpus if on_gpu else None)
     if not on_gpu and model.precision == "fp16":
         yield "model.precision=fp16 needs a GPU; use bf16, or no for float32"
     weak = [g.name for g in config.devices.gpus if 0 < g.compute_capability < 8.0]
     if on_gpu and weak and model.precision == "bf16":
         yield f"model.precision=bf16 is not supported by {weak[0]}; use model.precision=fp16 or no"  # COMPAT-36
+
+
+def _attention(backend: str, gpus: Any) -> Iterator[str]:
+    """`gpus` is None on CPU. What depends on the model is refused when it is loaded."""
+    if gpus is None and backend not in ("auto", "sdpa", "torch"):
+        yield f"model.attention_backend={backend} needs a GPU; on CPU use auto"
+    elif backend in ("fa3", "fa4", "aiter") and importlib.util.find_spec("kernels") is None:
+        yield f"model.attention_backend={backend} needs the package kernels; run: pip install kernels, or use auto"
 
 
 def _lora(lora: Any, mode: str | None) -> Iterator[str]:
@@ -231,9 +238,7 @@ def _optimizer(config: Config) -> Iterator[str]:
 
 def _without_effect(config: Config) -> Iterator[str]:
     """Keys whose feature is not part of this version: a value that would change nothing is refused, never ignored."""
-    model, optimizer = config.model, config.optimizer
-    if model.attention_backend not in ("auto", "sdpa"):
-        yield f"model.attention_backend={model.attention_backend} is not used by this version; leave it auto"
+    optimizer = config.optimizer
     if optimizer.target_modules is not None:
         yield "optimizer.target_modules is not used by this version; leave it null"
     if "." in optimizer.lr_scheduler_type:

@@ -12,6 +12,7 @@ import transformers
 from agrpo.errors import ConfigError
 from agrpo.model import attention, delta, moe
 from agrpo.model.adapter import add_adapter, first_line
+from agrpo.model.shard import COMPUTE_DTYPES
 from agrpo.model.terms import bind
 from agrpo.model.weights import text_parameters
 
@@ -31,13 +32,17 @@ def load_model(section: Any, device: torch.device | str) -> torch.nn.Module:
         torch.backends.cuda.matmul.allow_tf32 = section.tf32
     config = load_config(section)
     refuse_config(config)
-    kwargs = {"dtype": section.dtype, **_source(section), **section.init_kwargs, "attn_implementation": attention.NAME}
+    kwargs = {"dtype": section.dtype, **_source(section), **section.init_kwargs}
+    kwargs["attn_implementation"] = attention.implementation(section.attention_backend)
     loader = _loader(config)
     try:
         model = loader.from_pretrained(section.path, **kwargs)
     except (OSError, ValueError, ImportError, TypeError) as error:
         raise ConfigError(f"model.path: {section.path} cannot be loaded: {first_line(error)}") from error
     refuse_model(model)
+    compute = COMPUTE_DTYPES[section.precision] or model.dtype
+    for line in attention.check(config.get_text_config(), section.attention_backend, device, compute):
+        _log.info("attention, %s", line)
     if "gguf_file" in section.init_kwargs:
         # The loader leaves marks of the file's quantization; the weights are dequantized and saved like any others.
         model.config.__dict__.pop("quantization_config", None)

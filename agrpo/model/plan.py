@@ -1,4 +1,4 @@
-"""The attention plan of one row: which rectangles of (queries x keys) a prefix tree needs, made once per row.
+"""The attention plan of one row: what each attention back end needs to know of its prefix tree, made once per row.
 
 A row is laid out depth first, so the descendants of a segment are one contiguous range behind it. Attention over a
 tree is therefore a sum of contiguous rectangles without any gathered copy of a prefix (PACK-9):
@@ -6,10 +6,12 @@ tree is therefore a sum of contiguous rectangles without any gathered copy of a 
     segments  P (0, 2)   A (2, 5)   B (5, 8)         rectangles  P x P, A x A, B x B causal; [A B] x P full
 
 Each query's rectangles are joined exactly by their log-sum-exp. A sliding window counts along the path (PACK-10).
+Back ends whose kernels take one sequence of keys per segment get the positions of each path instead (`paths`).
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -31,6 +33,8 @@ class Block:
     key: slice
     index: torch.Tensor | None = None  # [B, L] row positions of a bucket of segments; padding repeats the last token
     valid: torch.Tensor | None = None  # [B, L] false at padding
+    rows: torch.Tensor | None = None  # [n] row positions of the bucket without padding
+    slots: torch.Tensor | None = None  # [n] their places among the B * L
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,9 +43,26 @@ class Blocks:
     cross: tuple[Block, ...]  # queries against the keys of an ancestor
 
 
+@dataclass(frozen=True, slots=True)
+class Paths:
+    """Each segment's queries and the keys of its whole path, as kernels for sequences of different lengths take them."""
+
+    index: torch.Tensor  # [K] int64, row positions of the keys of all paths, path after path
+    query_starts: torch.Tensor  # [S + 1] int32
+    key_starts: torch.Tensor  # [S + 1] int32
+    longest_query: int
+    longest_key: int
+    bounds: tuple[tuple[int, int, int, int], ...]  # of each segment: first and end query, first and end key
+
+    @property
+    def num_keys(self) -> int:
+        """K, keys of all paths; the number of tokens where nothing is shared."""
+        return self.bounds[-1][3]
+
+
 @dataclass(frozen=True)
 class TreePlan:
-    """Segments of one row and the rectangles of each sliding window, made on first use and kept."""
+    """Segments of one row, and what back ends make of them on first use."""
 
     starts: np.ndarray  # [S] int64
     ends: np.ndarray  # [S] int64
@@ -49,8 +70,7 @@ class TreePlan:
     depths: torch.Tensor  # [N] int64 on the device, position of each token on its path
     depth_starts: np.ndarray  # [S] int64, depth of each segment's first token
     subtree_ends: np.ndarray  # [S] int64, end of the last descendant
-    _blocks: dict[int | None, Blocks] = field(default_factory=dict)
-    _derived: dict[type, Any] = field(default_factory=dict)
+    _kept: dict[Hashable, Any] = field(default_factory=dict)
 
     @staticmethod
     def of(starts: np.ndarray, ends: np.ndarray, parents: np.ndarray, depths: torch.Tensor) -> TreePlan:
@@ -67,20 +87,66 @@ class TreePlan:
 
     def derived(self, kind: type[T]) -> T:
         """What layers of another sort need of the row: `kind.of(self)`, made on first use and kept."""
-        if kind not in self._derived:
-            self._derived[kind] = kind.of(self)
-        return self._derived[kind]
+        return self.kept(kind, lambda: kind.of(self))
+
+    def kept(self, key: Hashable, make: Callable[[], Any]) -> Any:
+        """What a back end makes of this plan, made once."""
+        if key not in self._kept:
+            self._kept[key] = make()
+        return self._kept[key]
+
+    def effective_window(self, window: int | None) -> int | None:
+        """The sliding window of `window` keys, the query's own included; None where no path is longer."""
+        if window is None or len(self.ends) == 0:
+            return None
+        return window if window < (self.depth_starts + self.ends - self.starts).max() else None
+
+    @property
+    def host_depths(self) -> np.ndarray:
+        """[N] int64, `depths` without asking the device."""
+        offsets = np.repeat(self.depth_starts - self.starts, self.ends - self.starts)
+        return offsets + np.arange(len(offsets))
+
+    @property
+    def last_queries(self) -> np.ndarray:
+        """[N] int32, end of the queries that can see each token: that of its segment's subtree."""
+        return np.repeat(self.subtree_ends, self.ends - self.starts).astype(np.int32)
+
+    @property
+    def copies(self) -> float:
+        """Keys gathered along all paths per token of the row, 1 where nothing is shared."""
+        return float((self.depth_starts + self.ends - self.starts).sum() / max(1, self.ends[-1]))
+
+    @property
+    def paths(self) -> Paths:
+        """The path of each segment."""
+        return self.kept("paths", self._paths)
+
+    def _paths(self) -> Paths:
+        paths: list[np.ndarray] = []
+        for start, end, parent in zip(self.starts, self.ends, self.parents, strict=True):
+            own = np.arange(start, end)
+            paths.append(own if parent < 0 else np.concatenate([paths[parent], own]))
+        lengths = np.array([len(path) for path in paths], np.int64)
+        keys = np.concatenate([[0], np.cumsum(lengths)])
+        device, bounds = self.depths.device, zip(self.starts, self.ends, keys[:-1], keys[1:], strict=True)
+        return Paths(
+            index=on_device(np.concatenate(paths), device),
+            query_starts=on_device(np.append(self.starts, self.ends[-1]).astype(np.int32), device),
+            key_starts=on_device(keys.astype(np.int32), device),
+            longest_query=int((self.ends - self.starts).max()),
+            longest_key=int(lengths.max()),
+            bounds=tuple(tuple(int(x) for x in bound) for bound in bounds),
+        )
 
     def blocks(self, window: int | None) -> Blocks:
         """The rectangles under a sliding window of `window` keys, the query's own included; None = no window."""
-        depth_ends = self.depth_starts + self.ends - self.starts
-        if window is not None and (len(depth_ends) == 0 or window >= depth_ends.max()):
-            window = None  # no path is longer than the window
-        if window not in self._blocks:
-            own = self._own(window)
-            cross = self._full() if window is None else self._banded(window)
-            self._blocks[window] = Blocks(tuple(own), tuple(cross))
-        return self._blocks[window]
+        window = self.effective_window(window)
+        return self.kept(("blocks", window), lambda: self._blocks(window))
+
+    def _blocks(self, window: int | None) -> Blocks:
+        cross = self._full() if window is None else self._banded(window)
+        return Blocks(tuple(self._own(window)), tuple(cross))
 
     def _own(self, window: int | None) -> list[Block]:
         lengths = self.ends - self.starts
@@ -106,9 +172,9 @@ class TreePlan:
             return Block("causal", span, span)
         index = self.starts[segments, None] + np.arange(longest)
         last = self.ends[segments, None] - 1
-        valid = torch.from_numpy(index <= last).to(self.depths.device)
-        rows = torch.from_numpy(np.minimum(index, last)).to(self.depths.device)
-        return Block("causal", slice(0), slice(0), rows, valid)
+        valid = index <= last
+        arrays = (np.minimum(index, last), valid, index[valid], np.flatnonzero(valid))
+        return Block("causal", slice(0), slice(0), *(on_device(x, self.depths.device) for x in arrays))
 
     def _full(self) -> list[Block]:
         return [
@@ -151,3 +217,9 @@ def _bands(query: slice, key: slice, window: int) -> list[Block]:
         last = min(first + _QUERY_CHUNK, query.stop)
         blocks.append(Block("band", slice(first, last), slice(max(key.start, first - window + 1), last)))
     return blocks
+
+
+def on_device(array: np.ndarray, device: torch.device) -> torch.Tensor:
+    """The array on the device; to a GPU from pinned memory, so that the host does not wait for the work before it."""
+    tensor = torch.from_numpy(np.ascontiguousarray(array))
+    return tensor if device.type == "cpu" else tensor.pin_memory().to(device, non_blocking=True)

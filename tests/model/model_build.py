@@ -109,6 +109,19 @@ def group(seed: int, answers: list[int], prompt: int = 5, *, keep=None, group_id
     return samples
 
 
+def depth_first(draws: list[tuple[int, int]]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """(length, how many levels to climb) per segment to a depth-first layout."""
+    starts, ends, parents, path, end = [], [], [], [], 0
+    for length, climb in draws:
+        path = path[: max(0, len(path) - climb)]
+        starts.append(end)
+        end += length
+        ends.append(end)
+        parents.append(path[-1] if path else -1)
+        path.append(len(parents) - 1)
+    return np.array(starts), np.array(ends), np.array(parents)
+
+
 def dense_attention(query, key, value, starts, ends, parents, window=None, softcap=None):
     """[1, H, N, D] attention by one [N, N] ancestor mask, the definition that the fast back ends must meet."""
     tokens, depth = query.shape[2], torch.zeros(query.shape[2], dtype=torch.long)

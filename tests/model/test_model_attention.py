@@ -5,24 +5,11 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from model_build import dense_attention
+from model_build import dense_attention, depth_first
 
 from agrpo.errors import ConfigError
 from agrpo.model.attention import tree_attention
 from agrpo.model.plan import TreePlan
-
-
-def _depth_first(draws: list[tuple[int, int]]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """(length, how many levels to climb) per segment to a depth-first layout."""
-    starts, ends, parents, path, end = [], [], [], [], 0
-    for length, climb in draws:
-        path = path[: max(0, len(path) - climb)]
-        starts.append(end)
-        end += length
-        ends.append(end)
-        parents.append(path[-1] if path else -1)
-        path.append(len(parents) - 1)
-    return np.array(starts), np.array(ends), np.array(parents)
 
 
 def _compare(tree, window, softcap, heads=4, kv_heads=2, dtype=torch.float64, tolerance=1e-10):
@@ -48,18 +35,18 @@ def _compare(tree, window, softcap, heads=4, kv_heads=2, dtype=torch.float64, to
     softcap=st.none() | st.just(1.5),
 )
 def test_random_trees_equal_the_dense_mask(draws, window, softcap):
-    _compare(_depth_first(draws), window, softcap)
+    _compare(depth_first(draws), window, softcap)
 
 
 @pytest.mark.parametrize("window", [None, 101, 331])
 @pytest.mark.parametrize("softcap", [None, 1.5])
 def test_long_segments_cross_the_chunks_exactly(window, softcap):
     draws = [(300, 0), (523, 0), (17, 1), (31, 1), (29, 1), (401, 3), (97, 0)]
-    _compare(_depth_first(draws), window, softcap, heads=2, kv_heads=1)
+    _compare(depth_first(draws), window, softcap, heads=2, kv_heads=1)
 
 
 def test_bfloat16_stays_within_its_rounding():
-    _compare(_depth_first([(67, 0), (41, 0), (43, 1), (41, 1)]), None, None, dtype=torch.bfloat16, tolerance=3e-2)
+    _compare(depth_first([(67, 0), (41, 0), (43, 1), (41, 1)]), None, None, dtype=torch.bfloat16, tolerance=3e-2)
 
 
 def test_no_block_is_larger_than_the_tree_needs():
@@ -76,7 +63,7 @@ def test_no_block_is_larger_than_the_tree_needs():
 
 
 def test_a_window_longer_than_every_path_needs_no_mask():
-    plan = TreePlan.of(*_depth_first([(5, 0), (7, 0), (3, 1)]), torch.tensor([*range(12), 5, 6, 7]))
+    plan = TreePlan.of(*depth_first([(5, 0), (7, 0), (3, 1)]), torch.tensor([*range(12), 5, 6, 7]))
     assert plan.blocks(12) is plan.blocks(None)
     assert any(b.kind == "band" for b in plan.blocks(3).own)
 
@@ -85,6 +72,6 @@ def test_a_forward_without_a_plan_and_attention_sinks_are_refused():
     states = torch.zeros(1, 1, 3, 2)
     with pytest.raises(ConfigError, match="no tree plan"):
         tree_attention(None, states, states, states, None)
-    plan = TreePlan.of(*_depth_first([(3, 0)]), torch.arange(3))
+    plan = TreePlan.of(*depth_first([(3, 0)]), torch.arange(3))
     with pytest.raises(ConfigError, match="attention sinks"):
         tree_attention(None, states, states, states, None, tree_plan=plan, s_aux=torch.zeros(1))

@@ -9,6 +9,7 @@ from model_build import FAMILIES, VOCABULARY, group, make_model, make_row, make_
 
 from agrpo.loss.grpo import Grpo
 from agrpo.loss.score_centering import ScoreCentering
+from agrpo.model import attention
 from agrpo.model.load import prepare
 from agrpo.model.terms import DeviceRow, TokenTerms, token_logprobs, token_terms
 from agrpo.sections import Model
@@ -44,8 +45,8 @@ def _assert_same(got: dict, expected: dict, tolerance: float) -> None:
         assert float((got[name] - reference).norm()) <= tolerance * scale, name
 
 
-def _check(family: str, samples) -> None:
-    packed, plain = make_model(family), make_model(family, "eager")
+def _check(family: str, samples, backend: str = "auto") -> None:
+    packed, plain = make_model(family, attention.implementation(backend)), make_model(family, "eager")
     terms, alone = _terms(packed, make_row(samples)), [_alone(plain, s) for s in samples]
     expected = torch.cat([a[0] for a in alone])
     torch.testing.assert_close(terms.trainer_logprobs, expected, atol=1e-5, rtol=0)
@@ -66,6 +67,11 @@ def _check(family: str, samples) -> None:
 @pytest.mark.parametrize("family", FAMILIES)
 def test_packed_equals_alone(family):
     _check(family, [*group(1, [7, 11, 13, 11]), *group(2, [5, 3], prompt=9, group_id=1)])
+
+
+@pytest.mark.parametrize("family", ["qwen3", "llama", "mistral", "gemma3"])
+def test_keys_gathered_along_each_path_give_the_same(family):
+    _check(family, [*group(1, [7, 11, 13, 11]), *group(2, [5, 3], prompt=9, group_id=1)], backend="sdpa")
 
 
 @settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.too_slow])
