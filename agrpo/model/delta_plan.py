@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from agrpo.model.plan import TreePlan
+from agrpo.model.plan import TreePlan, on_device
 
 _SIZES = (64, 32, 16)
 _SLACK = 0.25  # padding that a larger chunk may cost, as a share of the row's tokens
@@ -64,7 +64,7 @@ class DeltaPlan:
         tree, none = self.tree, self.num_tokens
         previous = np.append(np.arange(-1, none - 1), none)
         previous[tree.starts] = np.where(tree.parents >= 0, tree.ends[tree.parents] - 1, none)
-        return torch.from_numpy(previous).to(tree.depths.device)
+        return on_device(previous, tree.depths.device)
 
     def predecessors(self, count: int) -> list[torch.Tensor]:
         """[N] token indices 0, 1, .. `count` - 1 steps back on the path; N = before its start."""
@@ -104,9 +104,9 @@ def _chunks(plan: TreePlan, num_tokens: int) -> Chunks:
     for before, wave in zip(waves, waves[1:], strict=False):
         origin = np.array([c[2] for c in wave], np.int64)
         in_order = len(origin) == len(before) and (origin == np.arange(len(origin))).all()
-        origins.append(None if in_order else torch.from_numpy(origin).to(device))
+        origins.append(None if in_order else on_device(origin, device))
     return Chunks(
-        torch.from_numpy(tokens).to(device), torch.from_numpy(places).to(device), size, tuple(map(len, waves)),
+        on_device(tokens, device), on_device(places, device), size, tuple(map(len, waves)),
         tuple(origins),
     )  # fmt: skip
 
@@ -125,9 +125,9 @@ def _levels(plan: TreePlan, num_tokens: int) -> tuple[Level, ...]:
         tokens = np.arange(bounds[-1]) + np.repeat(plan.starts[segments] - bounds[:-1], lengths)
         levels.append(
             Level(
-                None if len(tokens) == num_tokens else torch.from_numpy(tokens).to(device),
-                torch.from_numpy(bounds).to(device),
-                torch.from_numpy(place[plan.parents[segments]]).to(device) if level else None,
+                None if len(tokens) == num_tokens else on_device(tokens, device),
+                on_device(bounds, device),
+                on_device(place[plan.parents[segments]], device) if level else None,
             )
         )
     return tuple(levels)

@@ -11,7 +11,7 @@ from agrpo.model.candidates import Kept
 from agrpo.model.head import head_terms
 from agrpo.model.head_torch import Scaling
 from agrpo.model.moe import balance_of
-from agrpo.model.plan import TreePlan
+from agrpo.model.plan import TreePlan, on_device
 from agrpo.types import Row
 
 METHOD = "forward_terms"  # the model's method that FSDP2 treats like `forward`
@@ -41,10 +41,10 @@ class DeviceRow:
         """The row's arrays copied to `device`, and its attention plan."""
 
         def ids(array: np.ndarray) -> torch.Tensor:
-            return torch.from_numpy(np.ascontiguousarray(array, np.int64)).to(device, non_blocking=True)
+            return on_device(np.ascontiguousarray(array, np.int64), torch.device(device))
 
         def reals(array: np.ndarray) -> torch.Tensor:
-            return torch.from_numpy(np.array(array, np.float32)).to(device, non_blocking=True)
+            return on_device(np.array(array, np.float32), torch.device(device))
 
         positions, kept, counts = ids(row.position_ids), None, None
         if row.candidates is not None:

@@ -7,7 +7,7 @@ import importlib
 import json
 import sys
 
-NAMES = ("help", "dry_run", "planner", "tree_step", "client", "rollout", "faults", "turns", "agent_turns", "overlap", "evaluation", "sync_gloo",
+NAMES = ("help", "dry_run", "planner", "attention", "step", "client", "rollout", "faults", "turns", "agent_turns", "overlap", "evaluation", "sync_gloo",
          "ranks", "feeding", "metrics")  # fmt: skip
 ON_REQUEST = ("rollout_trl", "planner_trl", "head", "head_trl")  # take long, or install a package of their own
 

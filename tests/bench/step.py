@@ -35,8 +35,8 @@ def run() -> list[dict[str, Any]]:
     torch.set_num_threads(1)
     try:
         model = _model()
-        shared, unshared = _samples(_GROUP, _PROMPT, is_shared=True), _samples(3, 88, is_shared=False)
-        _step(model, _row(Tree(), shared))  # warm-up
+        shared, unshared = samples_of(_GROUP, _PROMPT, is_shared=True), samples_of(3, 88, is_shared=False)
+        _step(model, row_of(Tree(), shared))  # warm-up
         return [
             _bar("tree_step", model, shared, _SHARED_REPEATS, 2.9),
             _bar("tree_step_unshared", model, unshared, _UNSHARED_REPEATS, 0.97),
@@ -46,7 +46,7 @@ def run() -> list[dict[str, Any]]:
 
 
 def _bar(name: str, model: torch.nn.Module, samples: list[Sample], repeats: int, limit: float) -> dict[str, Any]:
-    rows = {"tree": _row(Tree(), samples), "sequence": _row(Sequence(), samples)}
+    rows = {"tree": row_of(Tree(), samples), "sequence": row_of(Sequence(), samples)}
     times: dict[str, list[float]] = {packer: [] for packer in rows}
     for repeat in range(repeats):
         for packer in sorted(rows, reverse=repeat % 2 == 0):
@@ -82,8 +82,9 @@ def _model() -> torch.nn.Module:
     return Qwen3ForCausalLM(config).train()
 
 
-def _samples(count: int, prompt_tokens: int, is_shared: bool) -> list[Sample]:
-    rng = np.random.default_rng(0)
+def samples_of(count: int, prompt_tokens: int, is_shared: bool, group: int = 0) -> list[Sample]:
+    """Samples of `prompt_tokens` + 123 tokens, of one group or of as many as there are samples."""
+    rng = np.random.default_rng(group)
     prompt, length = rng.integers(0, _VOCABULARY, prompt_tokens), prompt_tokens + _ANSWER
     mask = np.arange(length) >= prompt_tokens
     samples = []
@@ -100,14 +101,14 @@ def _samples(count: int, prompt_tokens: int, is_shared: bool) -> list[Sample]:
                 head_ids=rng.integers(0, _VOCABULARY, (_ANSWER, _HEAD)).astype(np.int32),
                 head_logprobs=np.full((_ANSWER, _HEAD), -6.9, np.float32),
                 candidates=None,
-                group_id=0 if is_shared else index,
+                group_id=group if is_shared else index,
                 rollout_index=index,
             )
         )
     return samples
 
 
-def _row(packer: Any, samples: list[Sample]) -> Row:
+def row_of(packer: Any, samples: list[Sample]) -> Row:
     """All samples in one row: the planner closes it when a sample beyond the budget arrives."""
     budget = sum(len(s.token_ids) for s in samples)
     planner = packer.planner(1, budget, Cost(1.0, 0.0), 1)

@@ -1,5 +1,8 @@
 """Each attention back end against one dense ancestor mask; the rule that chooses; what is refused."""
 
+import dataclasses
+import importlib.util
+
 import numpy as np
 import pytest
 import torch
@@ -16,6 +19,7 @@ from agrpo.model.backends.gathered import Sdpa, _Gather
 from agrpo.model.plan import TreePlan
 from agrpo.model.terms import DeviceRow, token_terms
 
+pytestmark = pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
 TREES = st.lists(st.tuples(st.integers(1, 23), st.integers(0, 3)), min_size=1, max_size=11)
 EXAMPLE = (np.array([0, 2, 5]), np.array([2, 5, 8]), np.array([-1, 0, 0]))  # p1 p2 | p3 a1 a2 | p3 b1 b2
 
@@ -65,7 +69,6 @@ def test_flex_blocks_hold_the_mask(draws, window):
     tree = depth_first(draws)
     tokens = int(tree[1][-1])
     query, key, value = _inputs(tokens, 1, 1)
-    # The dense reference's gradient is zero exactly where a query does not see a key.
     _, depths = dense_attention(query, key, value, *tree)
     plan = TreePlan.of(*tree, depths)
     window = plan.effective_window(window)
@@ -104,7 +107,9 @@ def test_flex_equals_the_dense_mask_forward(window, softcap):
 
 @pytest.mark.parametrize("family", ["qwen3", "llama", "gemma2"])
 def test_flex_in_a_model_gives_the_log_probs_of_the_reference(family):
-    def flex(module, query, key, value, mask, scaling=None, sliding_window=None, softcap=None, tree_plan=None, **kwargs):
+    def flex(
+        module, query, key, value, mask, scaling=None, sliding_window=None, softcap=None, tree_plan=None, **kwargs
+    ):
         return Flex().attend(query, key, value, tree_plan, sliding_window, softcap, scaling), None
 
     hf.AttentionInterface.register("flex_forward", flex)
@@ -121,12 +126,12 @@ def test_flex_in_a_model_gives_the_log_probs_of_the_reference(family):
 def test_varlen_is_called_as_its_signature_asks():
     """On the meta device, which has shapes and no values, forward and backward."""
     plan = TreePlan.of(*EXAMPLE, torch.zeros(8, dtype=torch.long))
-    query, key, value = (torch.randn(1, h, 8, 16, device="meta", dtype=torch.bfloat16, requires_grad=True) for h in (4, 2, 2))
-    paths = plan.paths
-    moved = type(paths)(*(getattr(paths, f).to("meta") for f in ("index", "query_starts", "key_starts")),
-                        paths.longest_query, paths.longest_key, paths.bounds)  # fmt: skip
-    plan.kept("moved", lambda: None)
-    plan._kept["paths"] = moved
+    query, key, value = (
+        torch.randn(1, heads, 8, 16, device="meta", dtype=torch.bfloat16, requires_grad=True) for heads in (4, 2, 2)
+    )
+    arrays = {name: getattr(plan.paths, name).to("meta") for name in ("index", "query_starts", "key_starts")}
+    moved = dataclasses.replace(plan.paths, **arrays)
+    plan = dataclasses.replace(plan, _kept={"paths": moved})
     for window in (None, 3):
         out = attention.BACKENDS["varlen"].attend(query, key, value, plan, window, None, 0.25)
         assert out.shape == (1, 8, 4, 16)
@@ -157,8 +162,6 @@ def _case(**changes) -> Case:
     ],
 )
 def test_the_rule(changes, name, reason, monkeypatch):
-    import importlib.util
-
     find = importlib.util.find_spec  # as on a machine with triton and without the package kernels
     monkeypatch.setattr(
         importlib.util,

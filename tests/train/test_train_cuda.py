@@ -18,7 +18,7 @@ from agrpo.train.loop import Trainer
 from agrpo.train.parity import ParityProbe
 from agrpo.train.ranks import Ranks, divide
 from agrpo.train.shares import Sharing
-from tests.bench.tree_step import _samples
+from tests.bench.step import samples_of
 from tests.standins import tiny_qwen3
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
@@ -36,7 +36,7 @@ def test_a_microbatch_does_not_wait_for_the_device(tmp_path, loss):
     small = model.config.vocab_size
     planner.rebuild(
         dataclasses.replace(s, token_ids=s.token_ids % small, head_ids=s.head_ids % small)
-        for s in _samples(3, 88, is_shared=True)
+        for s in samples_of(3, 88, is_shared=True)
     )
     (work,) = divide(planner.flush(), Sharing())
     trainer._accumulate(1, work.rows[0], work.shares[0], None, 1)  # first calls load kernels and make handles
