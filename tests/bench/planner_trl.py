@@ -19,7 +19,7 @@ import numpy as np
 from tests.bench.planner import best_time_s, make_samples, plan
 from tests.bench.rollout_trl import RUN_LIMIT_S, open_environment
 
-SAMPLES, ROUNDS, LIMIT = 64, 3, 100.0
+SAMPLES, ROUNDS, LIMIT = 64, 3, 50.0
 
 
 def run() -> list[dict[str, Any]]:
