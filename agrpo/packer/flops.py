@@ -32,9 +32,11 @@ class Flops:
 
     @staticmethod
     def of_config(config: Any) -> Flops | None:
-        """From a transformers configuration, or the mapping in its config.json; None for attention of another kind."""
+        """From a transformers configuration, or the mapping in its config.json; None where it does not say enough, or for attention of another kind."""
         read = _Reader(config)
-        if read("kv_lora_rank"):
+        needed = ("hidden_size", "num_attention_heads", "num_hidden_layers", "vocab_size")
+        widths = read("intermediate_size") or read("moe_intermediate_size")
+        if read("kv_lora_rank") or not widths or not all(read(key) for key in needed):
             return None
         hidden, heads = read("hidden_size"), read("num_attention_heads")
         head_dim = read("head_dim") or hidden // heads
@@ -128,7 +130,7 @@ def _mlp(read: _Reader, layer: int) -> float:
     met, num_experts = read("num_experts_per_tok"), _first(read, "num_experts", "num_local_experts", "n_routed_experts")
     is_dense = layer in (read("mlp_only_layers") or ()) or layer < (read("first_k_dense_replace") or 0)
     if not met or is_dense or (layer + 1) % (read("decoder_sparse_step") or 1):
-        return 6.0 * hidden * read("intermediate_size")
+        return 6.0 * hidden * (read("intermediate_size") or 0)
     width = read("moe_intermediate_size") or read("intermediate_size")
     gated = read("shared_expert_intermediate_size") or 0  # has a gate of one column
     shared = gated or (read("n_shared_experts") or 0) * width

@@ -50,7 +50,8 @@ def test_layers_without_full_attention():
     assert windowed.linear == pytest.approx(4 * full.linear + 3 * 512)
     assert Cost.of_config(config_of(sliding_window=512)) == Cost(linear=1.0, attention=0.0)
     assert Cost.of_config(config_of(sliding_window=512, use_sliding_window=False)) == full
-    assert Cost.of_config(config_of(kv_lora_rank=512)) == Cost(linear=1.0, attention=0.0)
+    for unknown in ({"kv_lora_rank": 512}, {"intermediate_size": None}, {"hidden_size": None}):
+        assert Cost.of_config(config_of(**unknown)) == Cost(linear=1.0, attention=0.0)
 
 
 def test_what_a_configuration_leaves_out():
