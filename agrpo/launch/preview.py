@@ -82,7 +82,7 @@ def _memory(config: Config) -> list[str]:
         "gradients": memory.gradients,
         f"state of {config.optimizer.name}": memory.optimizer,
         f"activations of one row of {token_budget(config) or 0:,} tokens": memory.activations,
-        "logits of one chunk and gradient of the head": memory.logits,
+        "logits of one slice and gradient of the head": memory.logits,
         "layers gathered from the other ranks": memory.gathered,
         "weight sync, not at the same time as a step": memory.sync,
     }
@@ -103,6 +103,7 @@ def trainer_memory(config: Config, shape: Shape) -> Memory:
         row_tokens=token_budget(config),
         optimizer=config.optimizer.name,
         bucket_mb=getattr(config.sync, "bucket_mb", 0),
+        device="cuda" if (config.run.devices or {}).get("trainer") else "cpu",
     )
 
 

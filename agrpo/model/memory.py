@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from typing import Any
 
 BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "auto": 2, None: 4}
-CHUNK_LOGITS = 1 << 24  # logits that the head makes at a time
-_COPIES_OF_LOGITS = 4  # the chunk, its gradient, and what the two are made with
+SLICE_LOGITS = {"cpu": 1 << 22, "cuda": 1 << 24}  # logits that the head makes at a time
+_COPIES_OF_LOGITS = 3  # the slice, its gradient, and what the two are made with
 _MOMENTS = {"adamw_torch_fused": 2, "adamw_torch": 2, "adafactor": 0, "sgd": 0}
 
 
@@ -27,7 +27,7 @@ class Memory:
     gradients: float
     optimizer: float
     activations: float
-    logits: float  # chunks of the head, and the gradient of its weight
+    logits: float  # slices of the head, and the gradient of its weight
     gathered: float  # FSDP2: whole layers, embeddings and head, and their gradients before they are reduced
     sync: float  # bucket of a weight sync and the largest tensor in it
 
@@ -51,6 +51,7 @@ def estimate(
     row_tokens: int | None,
     optimizer: str = "adamw_torch_fused",
     bucket_mb: float = 0.0,
+    device: str = "cuda",
 ) -> Memory:
     """Memory of one of `num_ranks` ranks that trains rows of `row_tokens` tokens."""
     is_sharded = num_ranks > 1 or bool(section.fsdp.enabled)
@@ -65,8 +66,8 @@ def estimate(
     activations = logits = gathered = 0.0
     if shape is not None and row_tokens:
         activations = shape.activations(row_tokens, width, section.gradient_checkpointing)
-        logits = _COPIES_OF_LOGITS * 4.0 * min(CHUNK_LOGITS, row_tokens * shape.vocab)
-        logits += 0 if section.lora.enabled else 4.0 * shape.vocab * shape.hidden
+        logits = _COPIES_OF_LOGITS * 4.0 * min(SLICE_LOGITS[device], row_tokens * shape.vocab)
+        logits += 0 if section.lora.enabled else float(width * shape.vocab * shape.hidden)
     if shape is not None and is_sharded:
         layer = (num_parameters - shape.embeddings) / shape.layers
         gathered = width * (shape.embeddings + 2 * layer)

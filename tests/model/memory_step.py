@@ -54,7 +54,7 @@ def main(kind: str) -> None:
     before = peak()
     step(section, tokens)
     num_parameters = 2 * 8191 * 384 + 6 * (384 * 64 * 16 + 3 * 384 * 1024)
-    expected = estimate(section, SHAPE, num_parameters=num_parameters, num_ranks=1, row_tokens=tokens)
+    expected = estimate(section, SHAPE, num_parameters=num_parameters, num_ranks=1, row_tokens=tokens, device="cpu")
     print(
         json.dumps({"real": peak() - before, "expected": expected.peak, "state": expected.state + expected.gradients})
     )

@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from agrpo.model.memory import estimate
+from agrpo.model import head
+from agrpo.model.memory import SLICE_LOGITS, estimate
 from agrpo.sections import Fsdp, Lora, Model
 
 TOLERANCE = 0.25
@@ -42,7 +43,8 @@ def test_parts_by_hand():
     )
     assert (plain.weights, plain.gradients, plain.optimizer, plain.compute_copy) == (4000, 4000, 8000, 0)
     assert plain.activations == 5 * 4 * (3 * 102 + 51)
-    assert plain.logits == 4 * 4 * 5 * 11 + 4 * 11 * 4
+    assert plain.logits == 3 * 4 * 5 * 11 + 4 * 11 * 4
+    assert SLICE_LOGITS == head.SLICE_LOGITS
     checkpointed = estimate(Model(path="-"), TEXT, num_parameters=1000, num_ranks=1, row_tokens=5)
     assert checkpointed.activations == 5 * 2 * (3 * 4 + 102 + 51)
     assert checkpointed.compute_copy == 2000
