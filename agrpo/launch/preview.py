@@ -103,6 +103,7 @@ def trainer_memory(config: Config, shape: Shape) -> Memory:
         row_tokens=token_budget(config),
         optimizer=config.optimizer.name,
         bucket_mb=getattr(config.sync, "bucket_mb", 0),
+        num_microbatches=config.run.gradient_accumulation_steps,
         device="cuda" if (config.run.devices or {}).get("trainer") else "cpu",
     )
 

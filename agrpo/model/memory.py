@@ -1,9 +1,9 @@
 """What one trainer rank holds at the peak of a step, estimated before anything is loaded; imports no torch.
 
-Per token and decoder layer, backward needs about 8 hidden (two norms with their float32 halves, the two residual inputs), 7
-heads * head_dim (queries and keys before and after norm and rotation, values, output) and 4 intermediate (gate, up, their
-activation and product) values. With gradient checkpointing a layer keeps its input alone, and one layer at a time has all
-of them, and the gradients of about half as many.
+Per token and decoder layer, backward needs these values in the precision of forward: 6 hidden (input, normalised and scaled
+input of two norms; 14 where norms compute in float32 beside 16 bits), 4 heads * head_dim and 4 kv_heads * head_dim (before and
+after norm and rotation, output), 4 intermediate (gate, its activation, up, product). With gradient checkpointing a layer keeps
+its input alone, and one layer at a time has all of them. Gradients are there during forward only from the second microbatch on.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ class Memory:
     logits: float  # slices of the head, and the gradient of its weight
     gathered: float  # FSDP2: whole layers, embeddings and head, and their gradients before they are reduced
     sync: float  # bucket of a weight sync and the largest tensor in it
+    is_accumulating: bool = False  # more than one microbatch per update
 
     @property
     def state(self) -> float:
@@ -38,8 +39,9 @@ class Memory:
 
     @property
     def peak(self) -> float:
-        training = self.compute_copy + self.gradients + self.activations + self.logits + self.gathered
-        return self.state + max(training, self.sync)
+        training = self.compute_copy + self.activations + self.logits + self.gathered
+        training += self.gradients if self.is_accumulating else 0.0
+        return self.state + max(training, self.gradients, self.sync)
 
 
 def estimate(
@@ -52,6 +54,7 @@ def estimate(
     optimizer: str = "adamw_torch_fused",
     bucket_mb: float = 0.0,
     device: str = "cuda",
+    num_microbatches: int = 1,
 ) -> Memory:
     """Memory of one of `num_ranks` ranks that trains rows of `row_tokens` tokens."""
     is_sharded = num_ranks > 1 or bool(section.fsdp.enabled)
@@ -65,7 +68,7 @@ def estimate(
     trained_bytes = (4 if is_mixed and is_sharded else BYTES[section.dtype]) * trained / num_ranks
     activations = logits = gathered = 0.0
     if shape is not None and row_tokens:
-        activations = shape.activations(row_tokens, width, section.gradient_checkpointing)
+        activations = shape.activations(row_tokens, width, is_mixed, section.gradient_checkpointing)
         logits = _COPIES_OF_LOGITS * 4.0 * min(SLICE_LOGITS[device], row_tokens * shape.vocab)
         logits += 0 if section.lora.enabled else float(width * shape.vocab * shape.hidden)
     if shape is not None and is_sharded:
@@ -82,6 +85,7 @@ def estimate(
         gathered=gathered,
         sync=min(bucket_mb * 2**20, 4.0 * num_parameters)
         + (4.0 * shape.vocab * shape.hidden if shape is not None and is_sharded else 0.0),
+        is_accumulating=num_microbatches > 1,
     )
 
 
@@ -100,11 +104,10 @@ class _Shape:
             self.met = width * int(text["num_experts_per_tok"]) + int(text.get("shared_expert_intermediate_size") or 0)
         self.embeddings = self.vocab * self.hidden * (1 if text.get("tie_word_embeddings") else 2)
 
-    def activations(self, tokens: int, width: int, is_checkpointed: bool) -> float:
-        layer = 8 * self.hidden + 7 * self.width + 4 * self.met
-        kept = self.layers * (self.hidden if is_checkpointed else layer)
-        working = (layer if is_checkpointed else 0) + layer / 2
-        return float(tokens * width * (kept + working))
+    def activations(self, tokens: int, width: int, is_mixed: bool, is_checkpointed: bool) -> float:
+        layer = (14 if is_mixed else 6) * self.hidden + 4 * (self.width + self.kv_width + self.met)
+        values = self.layers * self.hidden + layer if is_checkpointed else self.layers * layer
+        return float(tokens * width * values)
 
     def adapter_parameters(self, rank: int) -> int:
         """Of an adapter of this rank on every linear layer."""

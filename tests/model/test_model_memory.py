@@ -33,7 +33,7 @@ def test_the_estimate_is_within_a_quarter_of_a_real_steps_peak(kind):
 
 
 def test_parts_by_hand():
-    """1,000 parameters, 5 tokens: embeddings and head 2 * 11 * 4; a layer holds 8 * 4 + 7 * 6 + 4 * 7 = 102 values."""
+    """1,000 parameters, 5 tokens: embeddings and head 2 * 11 * 4; a layer holds 6 * 4 + 4 * (6 + 3 + 7) = 88 values."""
     plain = estimate(
         Model(path="-", precision="no", gradient_checkpointing=False),
         TEXT,
@@ -42,17 +42,19 @@ def test_parts_by_hand():
         row_tokens=5,
     )
     assert (plain.weights, plain.gradients, plain.optimizer, plain.compute_copy) == (4000, 4000, 8000, 0)
-    assert plain.activations == 5 * 4 * (3 * 102 + 51)
+    assert plain.activations == 5 * 4 * 3 * 88
     assert plain.logits == 3 * 4 * 5 * 11 + 4 * 11 * 4
     assert SLICE_LOGITS == head.SLICE_LOGITS
     checkpointed = estimate(Model(path="-"), TEXT, num_parameters=1000, num_ranks=1, row_tokens=5)
-    assert checkpointed.activations == 5 * 2 * (3 * 4 + 102 + 51)
+    assert checkpointed.activations == 5 * 2 * (3 * 4 + 88 + 8 * 4)
     assert checkpointed.compute_copy == 2000
     half = estimate(Model(path="-"), TEXT, num_parameters=1000, num_ranks=2, row_tokens=5, optimizer="sgd", bucket_mb=1)
     assert (half.weights, half.gradients, half.optimizer, half.compute_copy) == (2000, 2000, 0, 0)
     assert half.gathered == 2 * (88 + 2 * (1000 - 88) / 3) + 6 * (1000 - 88) / 3
     assert half.sync == 4000 + 4 * 44
-    assert half.peak == 2000 + 2000 + half.activations + half.logits + half.gathered
+    assert half.peak == 2000 + half.activations + half.logits + half.gathered
+    several = estimate(Model(path="-"), TEXT, num_parameters=1000, num_ranks=1, row_tokens=5, num_microbatches=2)
+    assert several.peak == checkpointed.peak + several.gradients
 
 
 def test_an_adapter_trains_few_and_an_unknown_shape_gives_no_activations():
