@@ -158,12 +158,15 @@ class AdmissionCredit:
     All counters are in raw forwarded tokens, before sharing, since the rollout process cannot know the packing (STA-5).
     """
 
-    def __init__(self, max_staleness: int, window_steps: int, first_window_tokens: int):
+    def __init__(
+        self, max_staleness: int, window_steps: int, first_window_tokens: int, step_tokens: Iterable[int] = ()
+    ):
+        """`step_tokens`: of the last steps before a resume."""
         self.taken_tokens = 0
         self.pulled_tokens = 0
         self._factor = max(max_staleness, 1)
         self._first_window_tokens = first_window_tokens
-        self._steps: collections.deque[int] = collections.deque(maxlen=window_steps)
+        self._steps: collections.deque[int] = collections.deque(step_tokens, maxlen=window_steps)
 
     def pulled(self, raw_tokens: int) -> None:
         self.pulled_tokens += raw_tokens
@@ -174,6 +177,11 @@ class AdmissionCredit:
 
     def step_used(self, raw_tokens: int) -> None:
         self._steps.append(raw_tokens)
+
+    @property
+    def step_tokens(self) -> list[int]:
+        """Raw tokens of each step of the window."""
+        return list(self._steps)
 
     def limit_tokens(self, sharing: float = 1.0) -> int:
         """Tokens that may be held. Before the first step every row is taken as full of unique tokens, so the raw tokens

@@ -1,8 +1,9 @@
 """What every process of a run shares: the run directory's runtime facts, signs of life, and the way out.
 
-The supervisor writes `state/runtime.json` once; each child writes `state/<name>.alive.json` (phase and time) as it works
-and `state/<name>.exit.json` (code and reason) when it ends by itself; the phases it left are lines of
-`timeline/<name>.jsonl`. No child outlives its supervisor.
+The supervisor writes `state/runtime.json` once; each child writes `state/<name>.alive.json` (phase, time, what it has
+done) as it works and `state/<name>.exit.json` (code and reason) when it ends by itself; the phases it left are lines of
+`timeline/<name>.jsonl`. On SIGUSR1 it appends the stacks of its threads to `state/<name>.stacks`. No child outlives its
+supervisor.
 """
 
 from __future__ import annotations
@@ -10,6 +11,8 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import dataclasses
+import errno
+import faulthandler
 import json
 import os
 import signal
@@ -17,11 +20,16 @@ import sys
 import threading
 import time
 import traceback
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import TextIO
 
-from agrpo.errors import AgrpoError
+from agrpo.errors import AgrpoError, ServerError
+
+WIRE_PORT = "wire.port"  # file in state/
+# The disk is full, the quota is used up, the file may not grow: nothing that trying again would change.
+NO_SPACE = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,7 +38,7 @@ class Runtime:
 
     server_urls: tuple[str, ...]  # base URLs of the generation servers
     wire_host: str
-    wire_port: int
+    wire_port: int  # 0 = trainer rank 0 takes a free one and tells it in the run folder
     wire_key: str  # hex; both ends of the wire prove they know it
     run_id: str  # path-safe, unique per start
 
@@ -41,6 +49,19 @@ class Runtime:
     def load(run_dir: Path) -> Runtime:
         fields = json.loads((run_dir / "state" / "runtime.json").read_text())
         return Runtime(**{**fields, "server_urls": tuple(fields["server_urls"])})
+
+
+def tell_wire_port(run_dir: Path, port: int) -> None:
+    """By trainer rank 0, once it listens."""
+    write_atomic(run_dir / "state" / WIRE_PORT, str(port))
+
+
+def told_wire_port(run_dir: Path) -> int | None:
+    """None until it listens."""
+    try:
+        return int((run_dir / "state" / WIRE_PORT).read_text())
+    except FileNotFoundError:
+        return None
 
 
 def write_atomic(path: Path, text: str, mode: int = 0o644) -> None:
@@ -55,21 +76,25 @@ def write_atomic(path: Path, text: str, mode: int = 0o644) -> None:
 class Life:
     """The signs of life of one process: `beat(phase)` as often as you like; at most one write per second and phase.
 
-    `beat` from the loop that does the work, never from a timer: a beat means progress (ARCH-8).
+    `beat` from the loop that does the work, never from a timer: a beat means progress (ARCH-8). `done` counts what was
+    achieved since the start (answers, scored groups, steps, syncs); the supervisor compares it from look to look.
     """
 
     def __init__(self, run_dir: Path, name: str):
         self.run_dir, self.name = Path(run_dir), name
-        self._phase, self._since, self._written_at = "", 0.0, 0.0
+        self.done: Counter[str] = Counter()
+        self._phase, self._since, self._written_at = "", 0.0, float("-inf")
         self._spans: TextIO | None = None
 
     def beat(self, phase: str, **detail: object) -> None:
-        now = time.time()
+        """`at` is read from the machine's monotonic clock, which all its processes share and nobody can set."""
+        now = time.monotonic()
         if phase == self._phase and now - self._written_at < 1.0:
             return
-        self._turn(phase, now)
+        self._turn(phase, time.time())
         self._written_at = now
-        record = {"process": self.name, "pid": os.getpid(), "phase": phase, "time": now, **detail}
+        record = {"process": self.name, "pid": os.getpid(), "phase": phase, "at": now, "time": time.time()}
+        record |= {"done": dict(self.done), **detail}
         write_atomic(self.run_dir / "state" / f"{self.name}.alive.json", json.dumps(record))
 
     def _turn(self, phase: str, now: float) -> None:
@@ -92,9 +117,19 @@ class Life:
             self._spans.write(line)
 
     def leave(self, code: int, reason: str, text: str = "") -> None:
+        """The exit code counts also where the disk takes no more."""
         self._turn("", time.time())
         record = {"process": self.name, "pid": os.getpid(), "code": code, "reason": reason, "text": text}
-        write_atomic(self.run_dir / "state" / f"{self.name}.exit.json", json.dumps(record))
+        try:
+            write_atomic(self.run_dir / "state" / f"{self.name}.exit.json", json.dumps(record))
+        except OSError as error:
+            print(f"{self.name}: {error}", file=sys.stderr)
+
+    def answer_for_stacks(self) -> None:
+        """From now on SIGUSR1 writes the stacks of all threads, also while the main thread hangs in a call."""
+        path = self.run_dir / "state" / f"{self.name}.stacks"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        faulthandler.register(signal.SIGUSR1, path.open("w"), all_threads=True)
 
 
 def die_with_parent() -> None:
@@ -118,19 +153,50 @@ def run_process(name: str, run_dir: Path, main: Callable[[Path, Life], None]) ->
     """Run the body of one child process; every ending leaves its exit code and reason on disk. Returns the exit code."""
     die_with_parent()
     life = Life(run_dir, name)
-    life.beat("starting")
     try:
+        life.answer_for_stacks()
+        life.beat("starting")
         main(Path(run_dir), life)
     except AgrpoError as error:
-        life.leave(error.exit_code, str(error), traceback.format_exc())
-        print(f"{name}: {error}", file=sys.stderr, flush=True)
-        return error.exit_code
+        return _leave(life, error)
+    except OSError as error:
+        if error.errno in NO_SPACE:
+            return _leave(life, no_space(error, run_dir))
+        return _leave_unexpected(life, error)
     except KeyboardInterrupt:
         life.leave(130, "interrupted")
         return 130
     except Exception as error:
-        life.leave(1, f"{type(error).__name__}: {error}", traceback.format_exc())
-        traceback.print_exc()
-        return 1
+        return _leave_unexpected(life, error)
     life.leave(0, "finished")
     return 0
+
+
+def no_space(error: OSError, place: Path) -> ServerError:
+    """The host's fault in words, with the file where it is known."""
+    path = error.filename or place
+    return ServerError(
+        f"{path} could not be written: {os.strerror(error.errno)}; free space (df -h {place}), then continue with "
+        "run.resume=auto"
+    )
+
+
+def _leave(life: Life, error: AgrpoError) -> int:
+    life.leave(error.exit_code, str(error), traceback.format_exc())
+    _say(f"{life.name}: {error}")
+    return error.exit_code
+
+
+def _leave_unexpected(life: Life, error: Exception) -> int:
+    text = traceback.format_exc()
+    life.leave(1, f"{type(error).__name__}: {error}", text)
+    _say(text)
+    return 1
+
+
+def _say(text: str) -> None:
+    """To the log, which may lie on the same full disk."""
+    try:
+        print(text, file=sys.stderr, flush=True)
+    except OSError:
+        pass

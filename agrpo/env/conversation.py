@@ -32,6 +32,9 @@ class Conversation:
     tools: list[str] = setting(factory=list, doc="import paths of functions the model may call")
     max_tool_calling_iterations: int | None = setting(None, "rounds of tool calls per rollout; null = no limit", ge=0)
     tool_timeout: float | None = setting(None, "seconds per tool call; null = no limit", gt=0)
+    time_limit: float | None = setting(
+        600.0, "seconds per call of an environment's constructor, reset or get_reward; null = no limit", gt=0
+    )
     reuse_instances: bool = setting(True, "pool environment instances and reset them")
     pass_group_seed: bool = setting(False, "pass one seed per group to reset")
 
@@ -65,6 +68,7 @@ class Conversation:
             eos_ids=eos_ids,
             max_rounds=self.max_tool_calling_iterations,
             tool_timeout_s=self.tool_timeout,
+            env_limit_s=self.time_limit,
             reuses_instances=self.reuse_instances,
             passes_group_seed=self.pass_group_seed,
             run_seed=run_seed,

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import functools
 import inspect
 import logging
 import math
 import numbers
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -130,6 +131,7 @@ class Pool:
     kind: Kind
     threads: Threads
     reuses: bool
+    limit_s: float | None = None  # for one call of its constructor, `reset` or `get_reward`
     idle: list[Any] = field(default_factory=list)
     num_made: int = 0
 
@@ -137,13 +139,24 @@ class Pool:
         """An instance nobody else holds; RolloutFailure where its constructor raises."""
         if self.idle:
             return self.idle.pop()
-        try:
+        async with self.within_limit("env_create", f"{self.kind.source}()"):
             instance = await self.threads.run(self.kind.factory)
             await self._enter(instance)
-        except Exception as error:
-            raise RolloutFailure("env_create", _text(f"{self.kind.source}()", error)) from error
         self.num_made += 1
         return instance
+
+    @contextlib.asynccontextmanager
+    async def within_limit(self, reason: str, what: str) -> AsyncIterator[None]:
+        """RolloutFailure for what its code raises, and where it takes too long; a thread that hangs in it is given up."""
+        limit = asyncio.timeout(self.limit_s)
+        try:
+            async with limit:
+                yield
+        except Exception as error:
+            if limit.expired():
+                text = f"{what} took longer than env.time_limit={self.limit_s:g} s"
+                raise RolloutFailure(reason, text) from None
+            raise RolloutFailure(reason, _text(what, error)) from error
 
     async def give_back(self, instance: Any, is_healthy: bool) -> None:
         if is_healthy and self.reuses:
@@ -196,12 +209,10 @@ class Visit:
         """What `reset` says, empty if nothing (ENV-6); RolloutFailure where it raises or returns anything else."""
         seconds: list[float] = []
         self._is_healthy = False
-        try:
+        async with self._pool.within_limit("env_reset", f"{self.kind.source}.reset"):
             said = await self._pool.threads.timed(
                 self._instance.reset, (), _accepted(self._instance.reset, columns), seconds
             )
-        except Exception as error:
-            raise RolloutFailure("env_reset", _text(f"{self.kind.source}.reset", error)) from error
         self.reset_s = sum(seconds)
         if said is not None and not isinstance(said, str):
             text = f"{self.kind.source}.reset returned {type(said).__name__}; it must return a string or None"
@@ -215,10 +226,8 @@ class Visit:
             return None
         seconds: list[float] = []
         was_healthy, self._is_healthy = self._is_healthy, False
-        try:
+        async with self._pool.within_limit("env_reward", f"{self.kind.source}.get_reward"):
             value = await self._pool.threads.timed(self._instance.get_reward, (), {}, seconds)
-        except Exception as error:
-            raise RolloutFailure("env_reward", _text(f"{self.kind.source}.get_reward", error)) from error
         self.reward_s = sum(seconds)
         if not isinstance(value, numbers.Real) and not hasattr(value, "__float__"):
             text = f"{self.kind.source}.get_reward returned {type(value).__name__}; it must return a number"

@@ -33,6 +33,7 @@ class Rules:
     eos_ids: frozenset[int]
     max_rounds: int | None = None  # rounds of tool calls
     tool_timeout_s: float | None = None
+    env_limit_s: float | None = None
     reuses_instances: bool = True
     passes_group_seed: bool = False
     run_seed: int = 0
@@ -65,7 +66,9 @@ class Player:
         self._tokenizer, self._rules, self._renderers = tokenizer, rules, renderers
         self._tools, self._kinds, self._routes = dict(tools or {}), dict(kinds or {}), routes
         self._threads = Threads()
-        self._pools = {name: Pool(kind, self._threads, rules.reuses_instances) for name, kind in self._kinds.items()}
+        self._pools = {
+            name: Pool(kind, self._threads, rules.reuses_instances, rules.env_limit_s) for name, kind in self._kinds.items()
+        }
         self.max_model_len, self.eos_ids = rules.max_model_len, rules.eos_ids
 
     async def close(self) -> None:

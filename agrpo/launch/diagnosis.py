@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
+import shutil
 import signal
 import time
+from collections.abc import Iterator
+
+import psutil
 
 from agrpo.errors import AgrpoError, ConfigError, ContractError, ServerError, StallError
-from agrpo.launch.processes import Child
+from agrpo.launch.processes import Child, descendants
 
+NO_SPACE_BYTES = 1 << 20  # with less than this a run cannot write its next line
 ERRORS = {error.exit_code: error for error in (ConfigError, ServerError, ContractError, StallError)}
 
 
@@ -34,6 +40,13 @@ def silent(child: Child, seconds: float, limit: float, key: str, children: list[
     return StallError(_paragraph(head, child, children))
 
 
+def stuck(seconds: float, limit: float, since: str, children: list[Child]) -> StallError:
+    """The error for a run in which everybody waits (ARCH-8); `since` says when what was last achieved."""
+    phases = ", ".join(f"{c.name} is {beat['phase']!r}" for c in children if (beat := c.beat()))
+    head = f"nothing was achieved for {seconds:.0f} s (rollout.progress_timeout={limit:g}): {since}; {phases}"
+    return StallError(_paragraph(head, children[-1], children))
+
+
 def not_healthy(
     child: Child | None, urls: tuple[str, ...], limit: float, answer: str, children: list[Child]
 ) -> ServerError:
@@ -56,18 +69,31 @@ def cause(dead: list[Child]) -> Child:
 
 
 def _paragraph(head: str, child: Child, children: list[Child]) -> str:
-    lines = [head + ".", "Last signs of life: " + "; ".join(_sign(c) for c in children) + "."]
+    lines = [head + ".", *_findings(children)]
+    lines.append("Last signs of life: " + "; ".join(_sign(c) for c in children) + ".")
     tail = child.last_lines()
     lines.append(f"Last lines of {child.log_path}:" if tail else f"{child.log_path} is empty.")
     return "\n".join(lines + [f"  {line}" for line in tail])
 
 
+def _findings(children: list[Child]) -> Iterator[str]:
+    """What the machine says about the processes and their disk, where that explains something."""
+    for child in children:
+        for process in descendants(child)[1:]:
+            with contextlib.suppress(psutil.Error):
+                if process.status() == psutil.STATUS_STOPPED:
+                    yield f"{child.name} was stopped by a signal: kill -CONT {process.pid} lets it go on."
+    with contextlib.suppress(OSError, IndexError):
+        if shutil.disk_usage(folder := children[0].run_dir).free < NO_SPACE_BYTES:
+            yield f"The disk that holds {folder} is full."
+
+
 def _sign(child: Child) -> str:
-    beat = child.beat()
+    beat, now = child.beat(), time.monotonic()
     state = "" if child.code is None else " (ended)"
     if beat is None:
-        return f"{child.name}{state} none, started {time.time() - child.started_at:.0f} s ago"
-    return f"{child.name}{state} {beat['phase']!r} {max(0.0, time.time() - beat['time']):.1f} s ago"
+        return f"{child.name}{state} none, started {now - child.started_at:.0f} s ago"
+    return f"{child.name}{state} {beat['phase']!r} {max(0.0, now - beat['at']):.1f} s ago"
 
 
 def _signal_name(number: int) -> str:

@@ -17,12 +17,11 @@ from agrpo.launch.processes import Launch, free_ports
 @dataclass(frozen=True, slots=True)
 class Ports:
     server: int
-    wire: int
     master: int  # the trainer ranks' meeting point
 
     @staticmethod
     def free() -> Ports:
-        return Ports(*free_ports(3))
+        return Ports(*free_ports(2))
 
 
 @dataclass(frozen=True, slots=True)

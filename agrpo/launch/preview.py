@@ -13,7 +13,7 @@ from agrpo.launch.processes import Launch
 from agrpo.model.memory import BYTES, Memory, estimate
 
 GIB = 2**30
-EXAMPLE_PORTS = Ports(server=8000, wire=8001, master=8002)
+EXAMPLE_PORTS = Ports(server=8000, master=8001)
 
 
 def preview(config: Config, warnings: list[str]) -> str:
@@ -43,7 +43,7 @@ def _processes(config: Config) -> list[str]:
     for launch in (planned.rollout, *planned.trainers):
         lines += _shown(launch)
     lines += other_nodes(config, Path(config.run.output_dir))
-    return lines + ["(ports are chosen at start; 8000 to 8002 stand for them)"]
+    return lines + ["(ports are chosen at start; 8000 and 8001 stand for them)"]
 
 
 def _shown(launch: Launch) -> list[str]:

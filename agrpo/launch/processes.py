@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import random
 import signal
 import socket
 import subprocess
@@ -14,8 +15,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 import agrpo
+from agrpo.errors import ServerError
 from agrpo.launch import leash
+
+FIRST_PORT, LAST_PORT = 15000, 32000  # Linux gives outgoing connections 32768 and above, others 49152 and above
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +45,7 @@ class Child:
     name: str
     popen: subprocess.Popen
     run_dir: Path
-    started_at: float = field(default_factory=time.time)
+    started_at: float = field(default_factory=time.monotonic)
     is_agent: bool = False
 
     @property
@@ -145,16 +151,35 @@ def kill(children: list[Child]) -> None:
     wait_all(children, 5.0)
 
 
-def free_ports(count: int) -> list[int]:
-    """Ports of the loopback interface that nobody listens on, all different."""
-    sockets = [socket.socket() for _ in range(count)]
+def descendants(child: Child) -> list[psutil.Process]:
+    """Its process and all that this has started; empty once it is gone."""
     try:
-        for s in sockets:
-            s.bind(("127.0.0.1", 0))
-        return [s.getsockname()[1] for s in sockets]
+        leash_process = psutil.Process(child.popen.pid)
+        return [leash_process, *leash_process.children(recursive=True)]
+    except psutil.Error:
+        return []
+
+
+def free_ports(count: int) -> list[int]:
+    """Ports of the loopback interface that nobody listens on, all different.
+
+    They are used seconds or minutes later, so they are not among those that the system gives to outgoing connections.
+    """
+    sockets: list[socket.socket] = []
+    try:
+        for port in random.SystemRandom().sample(range(FIRST_PORT, LAST_PORT), 1000):
+            s = socket.socket()
+            sockets.append(s)
+            try:
+                s.bind(("127.0.0.1", port))
+            except OSError:
+                sockets.pop().close()
+            if len(sockets) == count:
+                return [s.getsockname()[1] for s in sockets]
     finally:
         for s in sockets:
             s.close()
+    raise ServerError(f"no free port of 127.0.0.1 was found between {FIRST_PORT} and {LAST_PORT}")
 
 
 def _read_json(path: Path) -> dict[str, Any] | None:

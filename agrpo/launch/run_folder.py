@@ -15,7 +15,7 @@ import agrpo
 from agrpo.config import Config, public, save
 from agrpo.errors import ConfigError
 from agrpo.launch.plan import Ports, server_urls
-from agrpo.lifecycle import Runtime, write_atomic
+from agrpo.lifecycle import WIRE_PORT, Runtime, write_atomic
 
 PACKAGES = ("torch", "transformers", "vllm", "hydra-core", "numpy", "aiohttp")
 
@@ -26,8 +26,8 @@ def prepare(config: Config, overrides: list[str], ports: Ports) -> IO[str]:
     state = run_dir / "state"
     state.mkdir(parents=True, exist_ok=True)
     lock = _lock(run_dir)
-    for left_over in (*state.glob("*.alive.json"), *state.glob("*.exit.json"), *state.glob(".*")):
-        left_over.unlink()
+    for left_over in (*state.glob("*.alive.json"), *state.glob("*.exit.json"), *state.glob(".*"), state / WIRE_PORT):
+        left_over.unlink(missing_ok=True)
     save(config, run_dir, overrides)
     write_atomic(
         run_dir / "versions.json", json.dumps({**versions(), "overrides": public(config, overrides)}, indent=1) + "\n"
@@ -35,7 +35,7 @@ def prepare(config: Config, overrides: list[str], ports: Ports) -> IO[str]:
     runtime = Runtime(
         server_urls=server_urls(config, ports),
         wire_host="127.0.0.1",
-        wire_port=ports.wire,
+        wire_port=0,
         wire_key=secrets.token_hex(32),
         run_id=f"{time.strftime('%Y%m%d%H%M%S')}-{secrets.token_hex(3)}",
     )

@@ -139,7 +139,7 @@ class Server:
     def _take_down(self) -> None:
         self._restarts.append(time.monotonic())
         count = f"restarting ({self._num_recent} of {self._max_restarts})"
-        lived = time.time() - self.child.started_at
+        lived = time.monotonic() - self.child.started_at
         self._console.event("server", f"{diagnosis.ending(self.child)} after {lived:.0f} s, {count}")
         for line in self.child.last_lines(NUM_LAST_LINES):
             self._console.note(f"  {line}")

@@ -18,16 +18,18 @@ from pathlib import Path
 from typing import Any
 
 from agrpo.config import Config
+from agrpo.errors import StallError
 from agrpo.launch import diagnosis, plan, run_folder
 from agrpo.launch.check import check_at_start
+from agrpo.launch.dump import dump
 from agrpo.launch.processes import Child, kill, spawn, stop, wait_all
 from agrpo.launch.prompts import long_prompts
 from agrpo.launch.server import Server
+from agrpo.launch.watchdog import Watchdog
 from agrpo.metrics import findings
 from agrpo.metrics.completions import CompletionsTail
 from agrpo.metrics.console import Console
 
-STARTUP_S = 300.0  # a process may import and load for so long before its first sign of life (ARCH-6)
 TRAINER_GRACE_S = 6.0  # for the step in progress, after a failure
 SAVING_GRACE_S = 600.0  # for a checkpoint that is being written
 ROLLOUT_GRACE_S = 15.0  # for in-flight requests and environments at a normal end (ARCH-10)
@@ -63,6 +65,11 @@ def supervise(
                 supervisor.start(check_server)
                 supervisor.watch()
                 summary = supervisor.finish()
+            except StallError as stall:
+                console.close()
+                folder = dump(run_dir, supervisor.children)
+                supervisor.stop_all()
+                raise StallError(f"{stall}\nStacks, logs and states of all processes: {folder}") from stall
             except BaseException:
                 console.close()
                 supervisor.stop_all()
@@ -101,6 +108,7 @@ class Supervisor:
         self.signal: int | None = None  # the first signal received
         self._num_signals = 0
         self._asked = False  # whether the trainers know of the signal
+        self._watchdog = Watchdog(config.run, config.rollout)
         self._metrics = MetricsTail(run_dir / "metrics.jsonl")
         logger = config.logger
         self._completions = CompletionsTail(run_dir, logger.num_completions_to_print) if logger.log_completions else None
@@ -132,7 +140,7 @@ class Supervisor:
         while any(t.code is None for t in self.trainers):
             self.server.look(lambda: self.children)
             self._raise_if_dead()
-            self._raise_if_silent()
+            self._watchdog.look(self.trainers, self.rollout, self.children)
             self._forward_signal()
             self._tell_phases(phases)
             self._show_records()
@@ -173,20 +181,6 @@ class Supervisor:
         if child is self.server.child:
             return not self.server.has_failed
         return code == 0 or (self.signal is not None and code in (-signal.SIGTERM, 130, 143))
-
-    def _raise_if_silent(self) -> None:
-        limits = [(t, self.config.run.collective_timeout, "run.collective_timeout") for t in self.trainers]
-        # Until the trainer listens, which may take as long as loading a model, `connect` keeps the time; later it beats.
-        if self.rollout is not None and (self.rollout.beat() or {}).get("phase") != "connecting to the trainer":
-            limits.append((self.rollout, self.config.rollout.worker_timeout, "rollout.worker_timeout"))
-        for child, limit, key in limits:
-            if child.code is not None:
-                continue
-            beat = child.beat()
-            since = beat["time"] if beat else child.started_at
-            allowed = limit if beat and beat["phase"] != "starting" else max(limit, STARTUP_S)
-            if time.time() - since > allowed:
-                raise diagnosis.silent(child, time.time() - since, allowed, key, self.children)
 
     # signals
 

@@ -12,6 +12,7 @@ leaves the previous one usable (RES-11).
 from __future__ import annotations
 
 import json
+import os
 import random
 import re
 import shutil
@@ -27,7 +28,8 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import state_dict as dcp_state
 
-from agrpo.errors import ConfigError
+from agrpo.errors import ConfigError, ServerError
+from agrpo.lifecycle import NO_SPACE
 from agrpo.model.adapter import CONFIG_FILE, adapter_config, has_adapter, write_adapter
 from agrpo.model.optim import Updater
 from agrpo.model.shard import COMPUTE_DTYPES
@@ -50,20 +52,45 @@ def save(folder: Path, model: torch.nn.Module, updater: Updater | None, files: d
         shutil.rmtree(beside, ignore_errors=True)
         beside.mkdir(parents=True)
     _barrier()
-    with _alone_is_intended():
-        dcp.save(_state(model, updater), checkpoint_id=beside / "shards", no_dist=not dist.is_initialized())
-    torch.save(_rng_state(), beside / f"rng-{rank}.pt")
-    if has_adapter(model):
-        _write_adapter(model, beside / ADAPTER)
-    if rank == 0:
-        own = {} if updater is None else {"updater.json": updater.state_dict()}
-        for name, content in {**files, **own}.items():
-            is_binary = isinstance(content, bytes)
-            (beside / name).write_bytes(content if is_binary else json.dumps(content).encode())
+    with _named_if_full(beside):
+        with _alone_is_intended():
+            dcp.save(_state(model, updater), checkpoint_id=beside / "shards", no_dist=not dist.is_initialized())
+        torch.save(_rng_state(), beside / f"rng-{rank}.pt")
+        if has_adapter(model):
+            _write_adapter(model, beside / ADAPTER)
+        if rank == 0:
+            own = {} if updater is None else {"updater.json": updater.state_dict()}
+            for name, content in {**files, **own}.items():
+                is_binary = isinstance(content, bytes)
+                (beside / name).write_bytes(content if is_binary else json.dumps(content).encode())
     _barrier()
     if rank == 0:
         _replace(folder, beside)
     _barrier()
+
+
+@contextmanager
+def _named_if_full(beside: Path) -> Iterator[None]:
+    """ServerError where the disk takes no more, whichever library wrote; what was begun is removed."""
+    try:
+        yield
+    except Exception as error:
+        if not _is_no_space(error):
+            raise
+        shutil.rmtree(beside, ignore_errors=True)
+        raise ServerError(
+            f"{beside.parent}: the disk takes no more, so no checkpoint was written and the ones before stay as they were; "
+            "free space, or set checkpoint.save_total_limit, then continue with run.resume=auto"
+        ) from error
+
+
+def _is_no_space(error: Any) -> bool:
+    """Libraries wrap the system's error, or keep its text only."""
+    failures = [f[0] for f in getattr(error, "failures", {}).values()]
+    causes = [e for e in (error.__cause__, error.__context__) if e is not None]
+    if getattr(error, "errno", None) in NO_SPACE or any(os.strerror(number) in str(error) for number in NO_SPACE):
+        return True
+    return any(map(_is_no_space, (*failures, *causes)))
 
 
 def _replace(folder: Path, beside: Path) -> None:
@@ -101,7 +128,7 @@ def load(folder: Path, model: torch.nn.Module, updater: Updater) -> dict[str, An
     updater.load_state_dict(files.pop("updater.json"))
     rng = folder / f"rng-{_rank()}.pt"
     if rng.exists():
-        _set_rng_state(torch.load(rng, weights_only=False))
+        _set_rng_state(torch.load(rng, weights_only=True))
     return files
 
 
@@ -243,12 +270,16 @@ def _alone_is_intended() -> Iterator[None]:
 
 def _rng_state() -> dict[str, Any]:
     cuda = torch.cuda.get_rng_state() if torch.cuda.is_available() and torch.cuda.is_initialized() else None
-    return {"python": random.getstate(), "numpy": np.random.get_state(), "torch": torch.get_rng_state(), "cuda": cuda}
+    kind, keys, *rest = np.random.get_state()
+    # Tensors and plain values only: what is loaded later may come from elsewhere, and must not be able to run anything.
+    of_numpy = (kind, torch.from_numpy(keys.astype(np.int64)), *rest)
+    return {"python": random.getstate(), "numpy": of_numpy, "torch": torch.get_rng_state(), "cuda": cuda}
 
 
 def _set_rng_state(state: dict[str, Any]) -> None:
     random.setstate(state["python"])
-    np.random.set_state(state["numpy"])
+    kind, keys, *rest = state["numpy"]
+    np.random.set_state((kind, keys.numpy().astype(np.uint32), *rest))
     torch.set_rng_state(state["torch"])
     if state["cuda"] is not None and torch.cuda.is_available():
         torch.cuda.set_rng_state(state["cuda"])

@@ -47,7 +47,7 @@ async def run(config: Any, run_dir: Path, life: Life) -> None:
     """One run from the connection to the trainer to its `Finish`."""
     from agrpo import wire
     from agrpo.env.resolve import open_player
-    from agrpo.lifecycle import Runtime
+    from agrpo.lifecycle import Runtime, told_wire_port
     from agrpo.metrics.window import Window
     from agrpo.rollout.completions import CompletionLog
     from agrpo.rollout.custom import open_custom
@@ -62,7 +62,9 @@ async def run(config: Any, run_dir: Path, life: Life) -> None:
         scorer = await config.scorer.open(config.data.columns() if hasattr(config.data, "columns") else None)
         stack.push_async_callback(scorer.close)
         life.beat("connecting to the trainer")
-        link = await wire.connect(runtime.wire_host, runtime.wire_port, runtime.wire_key)
+        link = await wire.connect(
+            runtime.wire_host, lambda: runtime.wire_port or told_wire_port(run_dir), runtime.wire_key
+        )
         stack.push_async_callback(link.close)
         policy, window = Policy(link.start.version), Window()
         life.beat("connecting to the server")
@@ -171,6 +173,7 @@ async def build_loop(
         client.max_model_len,
         settings.max_concurrent_rollouts,
         settings.concurrency.raise_only_when_reached,
+        link.start.concurrency_cap,
     )
     text = "%s at %s: context %d tokens, at most %d rollouts at first"
     prompts = prompts_of(rows, config.data.shuffle, _seed(config.data.seed, config.run.seed))

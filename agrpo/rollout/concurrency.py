@@ -29,8 +29,16 @@ class Cap:
     _skip_next_poll: bool = False
 
     @staticmethod
-    def first(kv_cache_tokens: int | None, max_model_len: int, maximum: int, raise_only_when_reached: bool) -> Cap:
-        """The cap before any poll (CONC-2); without a known cache size the maximum (CONC-9)."""
+    def first(
+        kv_cache_tokens: int | None,
+        max_model_len: int,
+        maximum: int,
+        raise_only_when_reached: bool,
+        resumed: int | None = None,
+    ) -> Cap:
+        """The cap before any poll (CONC-2), or where a resumed run left it; without a known cache the maximum (CONC-9)."""
+        if resumed is not None:
+            return Cap(maximum, min(max(resumed, 1), maximum), raise_only_when_reached)
         value = maximum if kv_cache_tokens is None else min(max(kv_cache_tokens // max_model_len, 1), maximum)
         return Cap(maximum, value, raise_only_when_reached)
 

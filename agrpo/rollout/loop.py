@@ -32,6 +32,7 @@ from agrpo.rollout.evaluating import Evaluating, Opened
 from agrpo.rollout.judge import Dropped, Judge
 from agrpo.rollout.play import Slots
 from agrpo.rollout.server_watch import ServerWatch
+from agrpo.rollout.stall import write_tasks
 from agrpo.rollout.tokens import TokenAccount
 from agrpo.types import Group, Prompt, Rollout
 
@@ -200,6 +201,7 @@ class Loop:
             await self._send_metrics()
             await self._link.send_ready(ready)
         self._life.span("group", began, time.time(), group=group_id, played=round(played, 4))
+        self._life.done["scored"] += 1
         self._progress("generating")
 
     async def _play(
@@ -246,6 +248,7 @@ class Loop:
         self._beat()
 
     def _beat(self) -> None:
+        self._life.done["answers"] = self._client.num_answers
         self._life.beat(
             self._phase,
             in_flight=len(self._slots.in_flight),
@@ -276,14 +279,18 @@ class Loop:
         The beat here says that this event loop still turns, which is what `rollout.worker_timeout` asks (ARCH-6): one
         turn may well take longer than that. While no server is up, `server.timeout` limits every request instead.
         """
-        limit = self._settings.progress_timeout or float("inf")
+        limit, num_answers = self._settings.progress_timeout or float("inf"), 0
         while True:
             await asyncio.sleep(min(1.0, limit / 4))
             if self._client.is_cut_off:
                 self._mark("waiting for the server")
             self._beat()
+            if self._client.num_answers != num_answers:  # a rollout of many turns may take longer than the limit
+                num_answers = self._client.num_answers
+                self._progress_at = time.monotonic()
             silent = time.monotonic() - self._progress_at
             if silent > limit:
+                write_tasks(self._life.run_dir)
                 raise StallError(
                     f"no rollout, score or sample for {silent:.0f} s (rollout.progress_timeout={limit:g}): "
                     f"{self._slots.oldest_text()}; {self._judge.num_waiting} groups wait for scoring, "

@@ -276,6 +276,11 @@ class Client:
         """No server is up, or none has the run's weights; every request waits for one, `server.timeout` at most."""
         return not self._servers.up
 
+    @property
+    def num_answers(self) -> int:
+        """Answers to sampling requests so far, whatever they were worth."""
+        return self._http.num_answers
+
     def last_answer_text(self) -> str:
         """When a server last answered a request, and which are down, in words."""
         answered_at = self._http.answered_at

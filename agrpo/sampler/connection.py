@@ -34,6 +34,7 @@ class Connection:
     def __init__(self, timeout_s: float, max_connections: int):
         self._timeout_s = timeout_s
         self.answered_at: float | None = None  # time.monotonic() of the last answer to a sampling request
+        self.num_answers = 0
         self._connect_s = connect_s = min(CONNECT_LIMIT_S, timeout_s)
         # A long answer has about 600 bytes per token; a small read buffer would stop and start its transfer often.
         self._sampling = aiohttp.ClientSession(
@@ -90,6 +91,7 @@ class Connection:
         except (aiohttp.ClientError, OSError) as error:
             raise Retryable("connection", f"{url}: {type(error).__name__}: {error}") from error
         self.answered_at = time.monotonic()
+        self.num_answers += 1
         if answer.status == 200:
             return content
         text = f"{url} answered {answer.status}: {content[:2000].decode(errors='replace')}"

@@ -32,6 +32,7 @@ from agrpo.types import ReadyGroup, Sample, Step
 FeederState = tuple[dict[str, Any], bytes, bytes | None]  # ledger; ready groups as frames; state of the user's loop
 LOOP_STATE_S = 30.0
 SWITCH_S = 0.0005  # instead of 5 ms, which a step would meet several times
+CAP = "rollout/concurrency_cap"  # the metric that says where the controller stands
 _log = logging.getLogger(__name__)
 
 
@@ -52,6 +53,7 @@ class Feeder:
         adapters: str = "",  # what names of adapters begin with, where versions are adapters
         asks_loop: bool = False,  # the rollout process runs a loop of the user's own, which may keep a state
         loop_state: bytes | None = None,  # that state, of the checkpoint that is resumed
+        concurrency_cap: int | None = None,  # of that checkpoint
     ):
         self._planner, self.ledger, self._account, self._settings = planner, ledger, Account(credit), settings
         self._planned_version_at, self._version, self._step = version_at, version, step
@@ -59,6 +61,7 @@ class Feeder:
         self._lock = threading.RLock()
         self._window = Window()
         self._asks_loop, self._loop_state = asks_loop, loop_state
+        self._concurrency_cap = concurrency_cap
         self._snapshot: FeederState | None = None
         self._untrained = Untrained()
         if getattr(advantage, "needs_step", False):
@@ -177,7 +180,12 @@ class Feeder:
             return self._state()
 
     def _state(self) -> FeederState:
-        return self.ledger.state(), self._untrained.frames(), self._loop_state
+        ledger = {
+            **self.ledger.state(),
+            "step_tokens": self._account.credit.step_tokens,
+            "concurrency_cap": self._concurrency_cap,
+        }
+        return ledger, self._untrained.frames(), self._loop_state
 
     def end(self) -> None:
         """No step follows: what arrives or goes stale from now on changes nothing, so that the ledger ends with what the
@@ -220,6 +228,7 @@ class Feeder:
                 limit_tokens=credit.limit_tokens,
                 adapters=self._adapters,
                 loop_state=self._loop_state,
+                concurrency_cap=self._concurrency_cap,
             )
 
     def _receive(self, message: Any) -> None:
@@ -232,6 +241,9 @@ class Feeder:
             with self._lock:
                 self._window.merge(message.window)
                 self.balance.reported(message.window)
+                if CAP in message.window:
+                    value, weight = message.window[CAP]
+                    self._concurrency_cap = round(value / weight)
         elif isinstance(message, wire.EvalResult):
             figures = self.evaluations.receive(message)
             with self._lock:

@@ -21,7 +21,7 @@ def step_window(
     window.add("sample/forwarded_tokens_mean", sum(raw), count)
     window.add("sample/forwarded_tokens_max", max(raw))
     window.add("sample/trained_tokens_mean", sum(trained), count)
-    window.add("sample/time_in_queue_s", sum(now - groups[s.group_id].ready_at for s in samples), count)
+    window.add("sample/time_in_queue_s", sum(max(0.0, now - groups[s.group_id].ready_at) for s in samples), count)
     window.add("sample/staleness_mean", sum(ages), count)
     window.add("sample/staleness_max", max(ages))
     _add_rewards(window, samples, groups)

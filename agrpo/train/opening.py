@@ -90,8 +90,12 @@ def open_feeder(
     planner = config.packer.planner(num_ranks, budget, Cost.of_config(trainer.model.config), accumulation)
     planner.next_index = progress.step + 1
     first_version, first_step, every = trainer.version, progress.step, config.sync.every_steps
+    saved = progress.ledger or {}
     credit = AdmissionCredit(
-        config.rollout.max_staleness, config.rollout.allowance_window_steps, budget * num_ranks * accumulation
+        config.rollout.max_staleness,
+        config.rollout.allowance_window_steps,
+        budget * num_ranks * accumulation,
+        saved.get("step_tokens", ()),
     )
     return Feeder(
         planner=planner,
@@ -104,5 +108,6 @@ def open_feeder(
         advantage=config.advantage,
         asks_loop=config.rollout.loop is not None,
         loop_state=progress.loop_state,
+        concurrency_cap=saved.get("concurrency_cap"),
         adapters=trainer.sender.prefix,
     )

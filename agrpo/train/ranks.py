@@ -20,6 +20,8 @@ import torch.distributed as dist
 from agrpo.train.shares import Sharing
 from agrpo.types import Ragged, Row, Step
 
+SUPERVISOR_FIRST_S = 30.0  # it ends a silent rank at the limit and says which; the collective's own error says less
+
 
 @dataclass(frozen=True, slots=True)
 class Work:
@@ -64,7 +66,7 @@ class Ranks:
             torch.cuda.set_device(self.device)
         if self.world_size > 1:
             backend = "cpu:gloo,cuda:nccl" if has_gpu else "gloo"
-            dist.init_process_group(backend, timeout=datetime.timedelta(seconds=timeout_s))
+            dist.init_process_group(backend, timeout=datetime.timedelta(seconds=timeout_s + SUPERVISOR_FIRST_S))
 
     @property
     def is_first(self) -> bool:

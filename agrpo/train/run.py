@@ -13,7 +13,7 @@ from agrpo.config import Config
 from agrpo.data.rows import gives_prompts
 from agrpo.errors import AgrpoError, ContractError, ServerError, StallError
 from agrpo.ledger import Intervals, Ledger
-from agrpo.lifecycle import Life, Runtime
+from agrpo.lifecycle import Life, Runtime, tell_wire_port
 from agrpo.metrics.sinks import open_sinks
 from agrpo.metrics.summary import write_summary
 from agrpo.model import checkpoint as checkpoints
@@ -138,6 +138,7 @@ class TrainRun:
         self.sinks = open_sinks(config.logger, self.run_dir, progress.step)
         self.feeder.evaluations.path = self.run_dir / evaluation.FILE_NAME
         self.feeder.open(self.runtime.wire_host, self.runtime.wire_port, self.runtime.wire_key, list(progress.ready))
+        tell_wire_port(self.run_dir, self.feeder.port)
 
     def train(self) -> None:
         """Steps until the run is complete, asked to stop or without a server; every rank runs the same sequence."""
@@ -184,11 +185,13 @@ class TrainRun:
             self.callbacks.call("on_step_begin", self.progress.step)
             self.trainer.step(work)
             self.progress.step = work.index
+            self.life.done["steps"] += 1
             if self.ranks.is_first:
                 self.feeder.trained(self._step)
             if self.trainer.is_sync_due(work.index) and self.evaluations.lets_sync():
                 self.life.beat("sending the weights", step=work.index)
                 self.trainer.send_weights(self.trainer.version + 1)
+                self.life.done["syncs"] += 1
                 if self.ranks.is_first:
                     self.feeder.synced(self.trainer.version)
                 self.callbacks.call("on_sync", work.index, version=self.trainer.version)

@@ -45,12 +45,18 @@ def checkpoint_to_resume(run: Any, run_dir: Path) -> Path | None:
 
 def restore(folder: Path, model: Any, updater: Any, run: Any, fingerprint: str | None) -> Progress:
     """Load a checkpoint into the model and the updater; collective. Raises ConfigError for other data (RES-8)."""
-    files = checkpoints.load(folder, model, updater)
+    try:
+        files = checkpoints.load(folder, model, updater)
+        groups = tuple(wire.frames((folder / READY).read_bytes())) if (folder / READY).exists() else ()
+    except ConfigError:
+        raise
+    except Exception as error:  # whatever the reader of a damaged file makes of it
+        raise ConfigError(_unreadable(folder, error)) from error
     state = files.get(STATE)
     if state is None:
         _log.warning("%s has no %s: prompts start from the first one", folder, STATE)  # RES-7
         return Progress(step=int(folder.name.rsplit("-", 1)[-1]))
-    ledger, ready = state["ledger"], folder / READY
+    ledger = state["ledger"]
     if fingerprint is not None and state["fingerprint"] not in (None, fingerprint):
         if not run.allow_dataset_change:
             raise ConfigError(
@@ -59,10 +65,17 @@ def restore(folder: Path, model: Any, updater: Any, run: Any, fingerprint: str |
             )
         ledger = {**ledger, "resolved": [], "reasons": {}}
         return Progress(**_counters(state), ledger=ledger)
-    groups = tuple(wire.frames(ready.read_bytes())) if ready.exists() else ()
     _log.info("resumed from %s: step %d, version %d, %d ready groups", folder, state["step"], state["version"], len(groups))
     loop_state = (folder / LOOP).read_bytes() if (folder / LOOP).exists() else None
     return Progress(**_counters(state), ledger=ledger, ready=groups, loop_state=loop_state)
+
+
+def _unreadable(folder: Path, error: Exception) -> str:
+    """One line with what to do: an older checkpoint where there is one."""
+    why = f"{type(error).__name__}: {error}".splitlines()[0]
+    older = [p for p in checkpoints.complete(folder.parent) if p.name < folder.name]
+    remedy = f"resume from the one before with run.resume={older[-1]}" if older else "start without run.resume"
+    return f"run.resume: {folder} is damaged or belongs to another model ({why}); {remedy}"
 
 
 def _counters(state: dict[str, Any]) -> dict[str, Any]:

@@ -33,6 +33,7 @@ class Start(msgspec.Struct, tag=True, frozen=True):
     limit_tokens: int
     adapters: str = ""  # what names of adapters begin with, where each version is one (LORA-10)
     loop_state: bytes | None = None  # of the checkpoint that is resumed (LOOP-16)
+    concurrency_cap: int | None = None  # where the controller stood at that checkpoint
 
 
 class VersionUpdate(msgspec.Struct, tag=True, frozen=True):

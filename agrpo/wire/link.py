@@ -6,7 +6,7 @@ import asyncio
 import hmac
 import secrets
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 from agrpo.errors import StallError
@@ -86,25 +86,45 @@ class Link:
             pass
 
 
-async def connect(host: str, port: int, key: str, timeout_s: float = 1800.0) -> Link:
-    """Connect to trainer rank 0, retrying until it listens; StallError after `timeout_s` seconds."""
+async def connect(host: str, port: int | Callable[[], int | None], key: str, timeout_s: float = 1800.0) -> Link:
+    """Connect to trainer rank 0, retrying until it listens; StallError after `timeout_s` seconds.
+
+    `port` may be asked for again and again: None until it is known.
+    """
     deadline = time.monotonic() + timeout_s
     while True:
+        number = port if isinstance(port, int) else port()
         try:
-            reader, writer = await asyncio.open_connection(host, port, limit=1 << 22)
-            break
-        except OSError as error:
-            if time.monotonic() > deadline:
-                raise StallError(f"waited {timeout_s:.0f} s for the trainer to listen on {host}:{port}") from error
-            await asyncio.sleep(0.1)
-    async with asyncio.timeout(HANDSHAKE_S):
-        theirs, ours = await reader.readexactly(32), secrets.token_bytes(32)
-        writer.write(ours + proof(key, b"rollout", theirs, ours))
-        if not hmac.compare_digest(await reader.readexactly(32), proof(key, b"trainer", ours, theirs)):
-            raise WireError(f"{host}:{port} does not know the key of this run")
-        link = Link(reader, writer)
-        start = await link.receive()
+            if number is not None:
+                reader, writer = await asyncio.open_connection(host, number, limit=1 << 22)
+                break
+        except OSError:
+            pass
+        if time.monotonic() > deadline:
+            place = f"{host}:{number}" if number else host
+            raise StallError(f"waited {timeout_s:.0f} s for the trainer to listen on {place}")
+        await asyncio.sleep(0.1)
+    link = Link(reader, writer)
+    try:
+        async with asyncio.timeout(HANDSHAKE_S):
+            link.start = await _start(link, reader, writer, key)
+    except (asyncio.IncompleteReadError, ConnectionError, TimeoutError) as error:
+        writer.close()
+        how = f"gave no answer in {HANDSHAKE_S:g} s" if isinstance(error, TimeoutError) else "closed the connection"
+        raise WireError(f"the trainer at {host}:{number} {how} before the run began") from error
+    except BaseException:
+        writer.close()
+        raise
+    return link
+
+
+async def _start(link: Link, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, key: str) -> Start:
+    """Both ends show that they know the key; the trainer says first where the run stands."""
+    theirs, ours = await reader.readexactly(32), secrets.token_bytes(32)
+    writer.write(ours + proof(key, b"rollout", theirs, ours))
+    if not hmac.compare_digest(await reader.readexactly(32), proof(key, b"trainer", ours, theirs)):
+        raise WireError("what listens there does not know the key of this run")
+    start = await link.receive()
     if not isinstance(start, Start):
         raise WireError(f"expected the start state, got {type(start).__name__}")
-    link.start = start
-    return link
+    return start

@@ -27,6 +27,7 @@ def train(run_dir: Path, life: Life, num_steps: int) -> None:
     with (run_dir / "metrics.jsonl").open("a") as metrics:
         while step < num_steps and not asked.is_set():
             step += 1
+            life.done["steps"] += 1
             life.beat("training", step=step)
             time.sleep(0.1)
             metrics.write(json.dumps({"step": step, "reward": step / 10, "loss": 0.0}) + "\n")
@@ -54,6 +55,15 @@ def hang(run_dir: Path, life: Life) -> None:
 def freeze(run_dir: Path, life: Life) -> None:
     life.beat("waiting for the trainer")
     time.sleep(600)
+
+
+def wait(run_dir: Path, life: Life, phase: str) -> None:
+    """Beats and never gets anywhere, as when each of two waits for the other."""
+    asked = threading.Event()
+    signal.signal(signal.SIGTERM, lambda number, frame: asked.set())
+    while not asked.is_set():
+        life.beat(phase)
+        time.sleep(0.05)
 
 
 def raise_contract(run_dir: Path, life: Life) -> None:
@@ -94,6 +104,8 @@ def main(name: str, run_dir: Path, script: str, port: int) -> int:
         "roll_out": roll_out,
         "hang": hang,
         "freeze": freeze,
+        "await_samples": lambda r, life: wait(r, life, "waiting for samples"),
+        "await_trainer": lambda r, life: wait(r, life, "waiting for the trainer"),
         "contract": raise_contract,
     }
     return run_process(name, run_dir, bodies[script])

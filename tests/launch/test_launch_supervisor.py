@@ -214,6 +214,33 @@ def test_a_rollout_process_that_freezes_while_it_waits_for_the_trainer_is_a_stal
     assert "rollout gave no sign of life" in err and "rollout.worker_timeout=2" in err
 
 
+def test_two_that_wait_for_each_other_are_a_stall_with_everything_that_is_known(tmp_path):
+    """Everybody beats and nobody works: no process can see it for itself."""
+    scripts = ("healthy", "await_samples", "await_samples", "await_trainer")
+    code, _, err = Run(tmp_path / "run", scripts, ("rollout.progress_timeout=1.5",)).end()
+    assert code == 6
+    assert "nothing was achieved for" in err and "rollout.progress_timeout=1.5" in err
+    assert "trainer0 is 'waiting for samples'" in err and "rollout is 'waiting for the trainer'" in err
+    folder = tmp_path / "run" / "stall"
+    assert str(folder) in err
+    for name in ("trainer0", "trainer1", "rollout"):
+        assert "in wait" in (folder / f"{name}.stacks.txt").read_text()
+    assert "Loading shards" in (folder / "server.log.txt").read_text()
+    facts = {f["name"]: f for f in json.loads((folder / "processes.json").read_text())}
+    assert facts["rollout"]["sign_of_life"]["phase"] == "waiting for the trainer"
+    assert all(p["num_threads"] >= 1 for f in facts.values() for p in f["processes"])
+
+
+def test_a_process_that_was_stopped_is_named_with_what_lets_it_go_on(tmp_path):
+    run = Run(tmp_path / "run", ENDLESS, ("run.collective_timeout=2",))
+    pid = run.await_all()["trainer1"]
+    os.kill(pid, signal.SIGSTOP)
+    code, _, err = run.end(startup_s=0)
+    assert code == 6 and "trainer1 gave no sign of life" in err
+    assert f"trainer1 was stopped by a signal: kill -CONT {pid}" in err
+    assert "in train" in (tmp_path / "run" / "stall" / "trainer0.stacks.txt").read_text()
+
+
 def test_a_server_that_never_gets_healthy(tmp_path):
     code, _, err = Run(tmp_path / "run", ("unhealthy", *GOOD[1:]), ("server.timeout=1.5",)).end()
     assert code == 4

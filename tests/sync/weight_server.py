@@ -1,7 +1,7 @@
 """A real HTTP server with real receivers for the sync tests: it holds named tensors and answers from them.
 
 `table` [V, V] makes it a bigram model: the logits of the next token are the row of the last one. `fail_at` makes one
-path answer 500. `python weight_server.py PORT RECEIVER [DTYPE]` runs it as a process of its own.
+path answer 500, `hang_at` makes one never answer. `python weight_server.py PORT RECEIVER [DTYPE]` runs it as a process of its own.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ class WeightServer:
         self.manifests: list[dict] = []
         self.init_infos: list[dict] = []
         self.fail_at: str | None = None
+        self.hang_at: str | None = None
         self.ignored: set[str] = set()  # names that are received and dropped
         self.is_paused, self.version, self.clear_cache = False, None, None
         self.receiver = None
@@ -78,6 +79,8 @@ class WeightServer:
             self.calls.append(request.path)
         if request.path == self.fail_at:
             return web.json_response({"error": {"message": "told to fail", "type": "Test", "code": 500}}, status=500)
+        if request.path == self.hang_at:
+            await asyncio.sleep(60)
         return await handler(request)
 
     async def _is_paused(self, request: web.Request) -> web.Response:

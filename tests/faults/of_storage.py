@@ -1,0 +1,173 @@
+"""Disks: checkpoints that are cut off, damaged or of something else, and a disk that takes no more."""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import random
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from functools import partial
+from pathlib import Path
+
+import torch
+
+from agrpo import wire
+from agrpo.model import checkpoint
+from agrpo.model.load import load_model
+from agrpo.model.optim import Updater
+from agrpo.sections import Model, Optimizer, Run
+from agrpo.train.state import checkpoint_to_resume, restore
+from tests.faults.table import Fault
+from tests.standins import tiny_qwen3
+
+ROOT = Path(__file__).parents[2]
+LEDGER = {"resolved": [(0, 3)], "reasons": {}, "untrained_in_a_row": 0, "num_lines": 4}
+SAVED = {"step": 2, "version": 2, "num_tokens": 0, "is_synced": True, "fingerprint": "mine", "ledger": LEDGER}
+
+
+@functools.cache
+def model_folder() -> Path:
+    return tiny_qwen3(Path(tempfile.mkdtemp(prefix="agrpo-faults-")) / "model")
+
+
+def close() -> None:
+    if model_folder.cache_info().currsize:
+        shutil.rmtree(model_folder().parent, ignore_errors=True)
+        model_folder.cache_clear()
+
+
+def parts(path: Path | None = None):
+    model = load_model(Model(path=str(path or model_folder()), precision="no"), torch.device("cpu"))
+    return model, Updater(model, Optimizer(learning_rate=1e-3), None)
+
+
+def resumed(damage, folder: Path, **run) -> str:
+    """Two checkpoints, the second one spoilt."""
+    model, updater = parts()
+    for step in (1, 2):
+        path = checkpoint.folder_of(folder / "checkpoints", step)
+        files = {"rollout_state.json": {**SAVED, "step": step}, "ready_groups.bin": b"".join(map(wire.frame, ready()))}
+        checkpoint.save(path, model, updater, files)
+    section = Run(output_dir=str(folder), resume="auto", **run)
+    fingerprint = damage(path) or "mine"
+    found = checkpoint_to_resume(section, folder)
+    progress = restore(found, model, updater, section, fingerprint)
+    waiting = f", {len(progress.ready)} groups wait" if progress.ready else ""
+    return f"goes on at step {progress.step} with {progress.ledger['resolved'] if progress.ledger else 'no groups'}{waiting}"
+
+
+def ready() -> list:
+    import numpy as np
+
+    from tests.train.recorded_groups import recorded_group
+
+    return [recorded_group(np.random.default_rng(1), 7)]
+
+
+def half(pattern: str, path: Path) -> None:
+    file = max(path.glob(pattern), key=lambda p: p.stat().st_size)
+    file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
+
+
+def without(name: str, path: Path) -> None:
+    target = path / name
+    shutil.rmtree(target) if target.is_dir() else target.unlink()
+
+
+def other_data(path: Path) -> str:
+    return "another"
+
+
+def other_model(folder: Path) -> None:
+    model, updater = parts()
+    path = checkpoint.folder_of(folder / "checkpoints", 1)
+    checkpoint.save(path, model, updater, {"rollout_state.json": SAVED})
+    other, other_updater = parts(tiny_qwen3(folder / "other", num_layers=3))
+    restore(path, other, other_updater, Run(output_dir=str(folder), resume="auto"), "mine")
+
+
+def no_checkpoint(folder: Path) -> None:
+    model, updater = parts()
+    (folder / "empty").mkdir()
+    restore(folder / "empty", model, updater, Run(output_dir=str(folder), resume="x"), "mine")
+
+
+def saver(folder: Path, *limit: str) -> subprocess.Popen:
+    command = [sys.executable, "-m", "tests.faults.saving", str(model_folder()), str(folder), *limit]
+    return subprocess.Popen(
+        command, cwd=ROOT, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+    )  # fmt: skip
+
+
+def killed_while_writing(folder: Path) -> str:
+    """At a random moment; what is left must load."""
+    process = saver(folder)
+    try:
+        assert process.stdout.readline() == "1\n", process.stderr.read()
+        time.sleep(random.Random().uniform(0.1, 0.5))
+    finally:
+        process.kill()
+        process.communicate()
+    newest = checkpoint.newest(folder / "checkpoints")
+    model, updater = parts()
+    files = checkpoint.load(newest, model, updater)
+    return "the newest checkpoint loads" if files["n.json"] == int(newest.name[-6:]) else "mixed up"
+
+
+def full(folder: Path) -> str:
+    process = saver(folder, "100000")
+    out, err = process.communicate(timeout=60)
+    left = sorted(p.name for p in (folder / "checkpoints").iterdir())
+    record = json.loads((folder / "state" / "trainer0.exit.json").read_text())
+    assert "the disk takes no more" in record["reason"] and "the disk takes no more" in err, err
+    return f"exit code {process.returncode}, left: {', '.join(left)}"
+
+
+BODY = """
+import resource, sys
+from pathlib import Path
+from agrpo.lifecycle import run_process
+def body(run_dir, life):
+    {body}
+sys.exit(run_process("rollout", Path(sys.argv[1]), body))
+"""
+
+
+def child(body: str, stdout: str, folder: Path) -> str:
+    """A process of a run whose log, or folder, lies on a disk that takes no more."""
+    with open(stdout, "w") as log:
+        process = subprocess.run(
+            [sys.executable, "-c", BODY.format(body=body), str(folder)], stdout=log, stderr=log, timeout=20,
+            env={**os.environ, "PYTHONPATH": str(ROOT)},
+        )  # fmt: skip
+    return f"exit code {process.returncode}"
+
+
+LOGS = "import logging; logging.basicConfig(); [logging.warning('x' * 99) for _ in range(99)]"
+BEATS = "resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0)); life.beat('generating')"
+DAMAGED = "step-000002 is damaged.*run.resume=.*step-000001"
+FAULTS = [
+    Fault("checkpoint", "killed while writing", "the newest checkpoint loads", killed_while_writing, limit_s=90),
+    Fault("checkpoint", "the disk is full", "exit code 4, left: step-000001", full, limit_s=90),
+    Fault("logs", "the disk of the logs is full", "exit code 0", partial(child, LOGS, "/dev/full")),
+    Fault("logs", "the disk of the run folder is full", "exit code 4", partial(child, BEATS, "/dev/null")),
+    *(Fault("resume", f"{what} cut in half", "exit code 3", partial(resumed, partial(half, pattern)), DAMAGED)
+      for what, pattern in (
+        ("weights", "shards/*.distcp"), ("ready groups", "ready_groups.bin"), ("state", "rollout_state.json"),
+        ("optimizer state", "updater.json"), ("random state", "rng-0.pt"),
+    )),
+    Fault("resume", "rollout_state.json is missing", "goes on at step 2 with no groups, 1 groups wait",
+          partial(resumed, partial(without, "rollout_state.json"))),
+    Fault("resume", "the weights are missing", "goes on at step 1 with [[0, 3]], 1 groups wait",
+          partial(resumed, partial(without, "shards"))),
+    Fault("resume", "other data", "exit code 3", partial(resumed, other_data), "run.allow_dataset_change=true"),
+    Fault("resume", "other data, allowed", "goes on at step 2 with []", partial(resumed, other_data, allow_dataset_change=True)),
+    Fault("resume", "another model", "exit code 3", other_model, "damaged or belongs to another model"),
+    Fault("resume", "a folder without checkpoint", "exit code 3", no_checkpoint, "is no checkpoint"),
+]  # fmt: skip

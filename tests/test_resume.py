@@ -1,0 +1,146 @@
+"""A run that is interrupted and resumed ends with the weights of one that was not, and refuses what would not be that run."""
+
+import json
+import resource
+import shutil
+
+import numpy as np
+import pytest
+import torch
+
+from agrpo.ledger import replay
+from agrpo.serve.embedded import EmbeddedServer
+from agrpo.sync.gloo import Gloo
+from tests.fed_run import FedRun
+from tests.standins import tiny_dataset, tiny_qwen3
+from tests.train.recorded_groups import recorded_group
+
+STEPS = 7
+COSINE = ("optimizer.lr_scheduler_type=cosine", "optimizer.warmup_steps=2", f"run.max_steps={STEPS}")
+DROPOUT = ("model.lora.enabled=true", "model.lora.r=3", "model.lora.dropout=0.25", "sync.mode=merged")
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory):
+    with EmbeddedServer(tiny_qwen3(tmp_path_factory.mktemp("served") / "model"), receiver=Gloo.receiver) as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def parts(server, tmp_path_factory):
+    """Overrides for model and data."""
+    data = tiny_dataset(tmp_path_factory.mktemp("data") / "data.jsonl")
+    return f"model.path={server.model_path}", f"data.path={data}"
+
+
+def groups(number: int, size: tuple[int, int] | None = None) -> list:
+    rng = np.random.default_rng(5)
+    return [recorded_group(rng, g, size) for g in range(number)]
+
+
+def run_to_end(folder, server, stream, *overrides, **more):
+    run = FedRun(folder, server.url, stream, *overrides, **more)
+    codes = run.end()
+    assert set(codes) == {0}, run.log.read_text()
+    return run
+
+
+@pytest.mark.parametrize("variant", [(), DROPOUT], ids=["full", "adapter-with-dropout"])
+def test_interrupted_and_whole_runs_are_bit_equal(tmp_path, server, parts, variant):
+    """RES-10: weights, losses, gradient norms and rates; a group that was half trained and one that waited included."""
+    overrides = (*parts, *COSINE, *variant, "packer.token_budget=190", "checkpoint.save_total_limit=2")
+    stream = groups(40)
+    whole = run_to_end(tmp_path / "whole", server, stream, *overrides)
+    assert [p.name for p in sorted((whole.run_dir / "checkpoints").iterdir())] == ["step-000007"]
+    first = FedRun(tmp_path / "cut", server.url, stream[:14], *overrides, "checkpoint.save_steps=1")
+    first.await_step(3)
+    assert first.stop() == [0], first.log.read_text()
+    assert len(list((first.run_dir / "checkpoints").iterdir())) == 2  # save_total_limit
+    num_steps = len(first.records())
+    assert 3 <= num_steps < STEPS
+    second = run_to_end(tmp_path / "cut", server, stream, *overrides, "run.resume=auto")
+    assert second.feed.start_state.step == num_steps and second.feed.start_state.ready
+    for one, two in zip(whole.records(), second.records(), strict=True):
+        for name in ("step", "loss", "grad_norm", "learning_rate", "num_tokens", "batch/trained_tokens_per_step"):
+            assert one[name] == two[name], (one["step"], name)
+    expected, found = whole.weights(), second.weights()
+    assert expected.keys() == found.keys() and all(torch.equal(expected[name], found[name]) for name in expected)
+    state = {
+        run: torch.load(run.run_dir / "checkpoints" / "step-000007" / "rng-0.pt", weights_only=True)["torch"]
+        for run in (whole, second)
+    }
+    assert torch.equal(state[whole], state[second])
+    counts = [{g: e["trained"] for g, e in replay(r.run_dir / "ledger.jsonl").items() if e["trained"]} for r in (whole, second)]
+    assert counts[0] == counts[1]
+
+
+def test_two_ranks_resumed_on_one(tmp_path, server, parts):
+    """Every row holds one group, so two rows of two ranks are the two rows of one."""
+    overrides = (*parts, *COSINE, "packer=sequence", "packer.token_budget=70")
+    stream = groups(2 * STEPS + 2, size=(4, 6))
+    one_rank = ("run.gradient_accumulation_steps=2",)
+    whole = run_to_end(tmp_path / "whole", server, stream, *overrides, *one_rank)
+    first = FedRun(tmp_path / "cut", server.url, stream[:9], *overrides, ranks=2)
+    first.await_step(3)
+    assert first.stop() == [0, 0], first.log.read_text()
+    second = run_to_end(tmp_path / "cut", server, stream, *overrides, *one_rank, "run.resume=auto")
+    assert 3 <= second.feed.start_state.step < STEPS
+    expected, found = whole.weights(), second.weights()
+    assert max(float((expected[name] - found[name]).abs().max()) for name in expected) < 1e-5
+    losses = [[r["loss"] for r in run.records()] for run in (whole, second)]
+    assert losses[0] == pytest.approx(losses[1], abs=1e-5)
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory, server, parts):
+    """A finished run of three steps with a checkpoint of each."""
+    folder = tmp_path_factory.mktemp("saved")
+    arguments = (*parts, "packer.token_budget=190", "run.max_steps=3", "checkpoint.save_steps=1")
+    return run_to_end(folder, server, groups(30), *arguments)
+
+
+def resumed(saved, folder, server, parts, *overrides) -> FedRun:
+    shutil.copytree(saved.run_dir, folder / "run")
+    arguments = (*parts, "packer.token_budget=190", "run.max_steps=4", "run.resume=auto", *overrides)
+    return FedRun(folder, server.url, groups(30), *arguments)
+
+
+def test_other_data_are_refused_unless_allowed(tmp_path, saved, server, parts):
+    other = f"data.path={tiny_dataset(tmp_path / 'other.jsonl', num_rows=31)}"
+    run = resumed(saved, tmp_path / "no", server, (parts[0], other))
+    assert run.end() == [3] and "run.allow_dataset_change=true" in run.log.read_text()
+    run = resumed(saved, tmp_path / "yes", server, (parts[0], other), "run.allow_dataset_change=true")
+    assert run.end() == [0], run.log.read_text()
+    assert run.feed.start_state.resolved == [] and run.feed.start_state.step == 3
+
+
+@pytest.mark.parametrize("name", ["shards", "ready_groups.bin", "rollout_state.json"])
+def test_a_truncated_checkpoint_is_named_with_the_one_before(tmp_path, saved, server, parts, name):
+    shutil.copytree(saved.run_dir, tmp_path / "run")
+    found = sorted((tmp_path / "run" / "checkpoints").iterdir())[-1] / name
+    path = max(found.glob("*.distcp"), key=lambda p: p.stat().st_size) if found.is_dir() else found
+    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+    run = FedRun(
+        tmp_path, server.url, groups(30), *parts, "packer.token_budget=190", "run.max_steps=4", "run.resume=auto"
+    )
+    assert run.end() == [3]
+    text = run.log.read_text()
+    assert "step-000003 is damaged" in text and "run.resume=" in text and "step-000002" in text
+
+
+def test_a_full_disk_ends_the_run_by_name_and_keeps_the_checkpoint_before(tmp_path, saved, server, parts):
+    """A limit on the size of files stands for the disk: the shards are larger than it, everything else is not."""
+    shutil.copytree(saved.run_dir, tmp_path / "run")
+    limit = 200_000
+
+    def limits():
+        resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
+
+    arguments = (*parts, "packer.token_budget=190", "run.max_steps=6", "run.resume=auto", "checkpoint.save_steps=1")
+    run = FedRun(tmp_path, server.url, groups(30), *arguments, limits=limits)
+    assert run.end() == [4], run.log.read_text()
+    assert "the disk takes no more" in run.log.read_text()
+    checkpoints = sorted(p.name for p in (tmp_path / "run" / "checkpoints").iterdir())
+    assert checkpoints == ["step-000001", "step-000002", "step-000003"]
+    record = json.loads((tmp_path / "run" / "state" / "trainer0.exit.json").read_text())
+    assert record["code"] == 4 and "run.resume=auto" in record["reason"]
