@@ -68,8 +68,8 @@ def write_atomic(path: Path, text: str, mode: int = 0o644) -> None:
     """Write beside the target and rename, so that a reader never sees half a file."""
     path.parent.mkdir(parents=True, exist_ok=True)
     beside = path.with_name(f".{path.name}.{os.getpid()}.{threading.get_ident()}")
-    beside.write_text(text)
-    beside.chmod(mode)
+    with open(beside, "w", opener=lambda name, flags: os.open(name, flags, mode)) as file:  # never open to others meanwhile
+        file.write(text)
     beside.replace(path)
 
 

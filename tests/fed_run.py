@@ -27,7 +27,7 @@ KEY = "ab" * 32
 PLAIN = (
     "data=jsonl", "scorer.functions=[agrpo.scorer.rewards.accuracy_reward]", "server=external", "sync=gloo", "run.use_cpu=true",
     "model.precision=no", "model.gradient_checkpointing=false", "rollout.max_staleness=1000", "run.parity_warn=null",
-    "run.parity_stop=null", "optimizer.learning_rate=1e-3", "eval={}",
+    "run.parity_stop=null", "optimizer.learning_rate=1e-3",
 )  # fmt: skip
 
 
@@ -108,3 +108,19 @@ class FedRun:
         from safetensors.torch import load_file
 
         return load_file(self.run_dir / "model" / "model.safetensors")
+
+
+@contextlib.contextmanager
+def started_run(folder: Path, *overrides: str):
+    """`agrpo train` on a tiny model, ended at the latest with the block."""
+    from tests.test_restart import Run
+
+    run = Run(folder, *overrides)
+    try:
+        yield run
+    finally:
+        run.popen.terminate()
+        try:
+            run.end(60)
+        except subprocess.TimeoutExpired:
+            run.popen.kill()

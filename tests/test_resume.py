@@ -1,9 +1,12 @@
 """A run that is interrupted and resumed ends with the weights of one that was not, and refuses what would not be that run."""
 
 import json
+import re
 import resource
 import shutil
+import signal
 
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -13,6 +16,7 @@ from agrpo.serve.embedded import EmbeddedServer
 from agrpo.sync.gloo import Gloo
 from tests.fed_run import FedRun
 from tests.standins import tiny_dataset, tiny_qwen3
+from tests.test_restart import Run, assert_exactly_once
 from tests.train.recorded_groups import recorded_group
 
 STEPS = 7
@@ -144,3 +148,53 @@ def test_a_full_disk_ends_the_run_by_name_and_keeps_the_checkpoint_before(tmp_pa
     assert checkpoints == ["step-000001", "step-000002", "step-000003"]
     record = json.loads((tmp_path / "run" / "state" / "trainer0.exit.json").read_text())
     assert record["code"] == 4 and "run.resume=auto" in record["reason"]
+
+
+LOOP = '''
+import json
+from pathlib import Path
+from agrpo.rollout import RolloutLoop
+
+class Counting(RolloutLoop):
+    """Keeps which prompts it was shown; writes down what it gets back."""
+    async def setup(self):
+        self.shown = []
+
+    def filter_prompt(self, row_index, row, epoch):
+        self.shown.append(epoch * 1000 + row_index)
+        return row_index % 7 != 3
+
+    def state_dict(self):
+        return {"shown": self.shown}
+
+    def load_state_dict(self, state):
+        self.shown = list(state["shown"])
+        Path(__file__).with_name("loaded.json").write_text(json.dumps(state))
+'''
+
+
+def test_ctrl_c_saves_everything_and_a_resumed_run_goes_on_from_it(tmp_path):
+    """A whole run: its own exit code, the state of the user's loop, the controller's cap, and every group once."""
+    (tmp_path / "counting.py").write_text(LOOP)
+    own = ("rollout.loop=counting.Counting",)
+    run = Run(tmp_path, "run.max_steps=100000", *own)
+    run.await_step(4)
+    run.popen.send_signal(signal.SIGINT)
+    code, output = run.end()
+    assert code == 130, output
+    assert "press Ctrl-C again to stop at once" in output
+    checkpoint = max((run.out / "checkpoints").glob("step-*"))
+    assert json.loads((run.out / "summary.json").read_text())["exit_reason"] == "stopped by a signal"
+    kept = msgspec.msgpack.decode((checkpoint / "loop_state.msgpack").read_bytes())
+    state = json.loads((checkpoint / "rollout_state.json").read_text())["ledger"]
+    assert kept["shown"] and state["concurrency_cap"] >= 1 and state["step_tokens"]
+
+    steps = int(checkpoint.name.removeprefix("step-")) + 3
+    again = Run(tmp_path, f"run.max_steps={steps}", "run.resume=auto", *own)
+    code, output = again.end()
+    assert code == 0, output
+    assert json.loads((tmp_path / "loaded.json").read_text()) == kept
+    firsts = re.findall(r"at most (\d+) rollouts at first", (run.out / "logs" / "rollout.log").read_text())
+    assert len(firsts) == 2 and int(firsts[1]) == state["concurrency_cap"]
+    assert [r["step"] for r in again.records()] == list(range(1, steps + 1))
+    assert_exactly_once(again)

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from agrpo.config import secrets
 from agrpo.config.build import GROUPS, build, locate, read_component, read_section, unknown_key
 from agrpo.config.devices import Devices, detect
 from agrpo.errors import ConfigError
@@ -143,22 +144,30 @@ def _plain(value: Any, name: str = "", component: bool = False) -> Any:
 
 
 def save(config: Config, run_dir: Path, overrides: list[str]) -> None:
-    """Write `config.yaml`: all that the processes of the run need to know, and what was typed to get it (CLI-10)."""
+    """Write `config.yaml`: all that the processes of the run need to know, and what was typed to get it (CLI-10).
+
+    Values whose names say that they are secret go to a file of their own, which only this user can read.
+    """
     import yaml
 
     typed = "# agrpo train " + " ".join(public(config, overrides))
-    text = yaml.safe_dump(to_tree(config), sort_keys=False, allow_unicode=True, width=120)
+    tree = to_tree(config)
+    hidden = secrets.hide(tree)
+    text = yaml.safe_dump(tree, sort_keys=False, allow_unicode=True, width=120)
     write_atomic(Path(run_dir) / "config.yaml", f"{typed}\n{text}")
+    secrets.save(hidden, Path(run_dir))
 
 
 def public(config: Config, overrides: list[str]) -> list[str]:
-    """The overrides without those that hold the token, in whatever form it was typed."""
-    token = config.checkpoint.hub.token
-    return [o for o in overrides if not token or token not in o]
+    """The overrides without those that hold a secret, in whatever form it was typed."""
+    known = [*secrets.hide(to_tree(config)).values(), config.checkpoint.hub.token]
+    return [o for o in overrides if not any(secret and secret in o for secret in known)]
 
 
 def load(run_dir: Path | str) -> Config:
     """The configuration of a started run, in one of its processes."""
     import yaml
 
-    return read(yaml.safe_load((Path(run_dir) / "config.yaml").read_text()))
+    tree = yaml.safe_load((Path(run_dir) / "config.yaml").read_text())
+    secrets.restore(tree, Path(run_dir))
+    return read(tree)

@@ -24,6 +24,7 @@ from agrpo.launch.processes import Child, descendants
 
 STACKS_S = 2.0  # for the processes to write their stacks
 NUM_LINES, NUM_RECORDS = 200, 20
+NUM_ARGUMENTS = 4  # of a command line: later ones may hold a key
 
 
 def dump(run_dir: Path, children: list[Child]) -> Path:
@@ -71,5 +72,6 @@ def _facts(child: Child) -> dict[str, Any]:
 def _of_process(process: psutil.Process) -> dict[str, Any]:
     names = ["pid", "ppid", "cmdline", "status", "num_threads", "num_fds", "memory_info", "cpu_times"]
     with contextlib.suppress(psutil.Error):
-        return {k: getattr(v, "_asdict", lambda v=v: v)() for k, v in process.as_dict(names).items()}
+        facts = {k: getattr(v, "_asdict", lambda v=v: v)() for k, v in process.as_dict(names).items()}
+        return {**facts, "cmdline": facts["cmdline"][:NUM_ARGUMENTS]}
     return {"pid": process.pid}

@@ -9,6 +9,8 @@ from __future__ import annotations
 import dataclasses
 import datetime
 import os
+import socket
+import sys
 from dataclasses import dataclass
 from typing import Any
 
@@ -66,7 +68,23 @@ class Ranks:
             torch.cuda.set_device(self.device)
         if self.world_size > 1:
             backend = "cpu:gloo,cuda:nccl" if has_gpu else "gloo"
-            dist.init_process_group(backend, timeout=datetime.timedelta(seconds=timeout_s + SUPERVISOR_FIRST_S))
+            timeout = datetime.timedelta(seconds=timeout_s + SUPERVISOR_FIRST_S)
+            dist.init_process_group(
+                backend, store=self._loopback_store(timeout), rank=self.rank, world_size=self.world_size, timeout=timeout
+            )
+
+    def _loopback_store(self, timeout: datetime.timedelta) -> dist.Store | None:
+        """The meeting point of ranks on one machine, closed to the network; None leaves it to torch's variables."""
+        host, port = os.environ.get("MASTER_ADDR", ""), int(os.environ.get("MASTER_PORT", 0))
+        if host != "127.0.0.1" or "TORCHELASTIC_RUN_ID" in os.environ:
+            return None
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo" if sys.platform.startswith("linux") else "lo0")
+        if not self.is_first:
+            return dist.TCPStore(host, port, self.world_size, timeout=timeout)
+        listener = socket.create_server((host, port))
+        return dist.TCPStore(
+            host, port, self.world_size, is_master=True, timeout=timeout, master_listen_fd=listener.detach()
+        )
 
     @property
     def is_first(self) -> bool:
