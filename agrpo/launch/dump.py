@@ -24,6 +24,7 @@ from agrpo.launch.processes import Child, descendants
 
 STACKS_S = 2.0  # for the processes to write their stacks
 NUM_LINES, NUM_RECORDS = 200, 20
+WORKER = "agrpo.scorer.worker"  # runs reward functions
 NUM_ARGUMENTS = 4  # of a command line: later ones may hold a key
 
 
@@ -54,6 +55,10 @@ def _write_stacks(state: Path, children: list[Child]) -> None:
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 asked[path] = path.stat().st_size
                 os.kill(beat["pid"], signal.SIGUSR1)
+    for process in (p for child in children for p in descendants(child)):
+        with contextlib.suppress(psutil.Error):
+            if WORKER in process.cmdline():  # writes to the log of the rollout process
+                process.send_signal(signal.SIGUSR1)
     deadline = time.monotonic() + STACKS_S
     while time.monotonic() < deadline and any(path.stat().st_size == size for path, size in asked.items()):
         time.sleep(0.05)

@@ -38,6 +38,7 @@ from agrpo.model.weights import adapter_tensors, gathered, plain_tensors
 ADAPTER = "adapter"
 # What a resumed run must share with the run that saved, to find its tensors and to go on as before.
 _SHAPE_OF_ADAPTER = {"r": "r", "lora_alpha": "alpha", "target_modules": "target_modules", "use_dora": "options.use_dora"}
+_NO_SPACE_TEXTS = (*map(os.strerror, sorted(NO_SPACE)), "PytorchStreamWriter failed writing file")
 _NAME = re.compile(r"step-(\d+)$")
 
 
@@ -85,10 +86,10 @@ def _named_if_full(beside: Path) -> Iterator[None]:
 
 
 def _is_no_space(error: Any) -> bool:
-    """Libraries wrap the system's error, or keep its text only."""
+    """Libraries wrap the system's error, or keep its text only; torch's own writer says no more than that it failed."""
     failures = [f[0] for f in getattr(error, "failures", {}).values()]
     causes = [e for e in (error.__cause__, error.__context__) if e is not None]
-    if getattr(error, "errno", None) in NO_SPACE or any(os.strerror(number) in str(error) for number in NO_SPACE):
+    if getattr(error, "errno", None) in NO_SPACE or any(text in str(error) for text in _NO_SPACE_TEXTS):
         return True
     return any(map(_is_no_space, (*failures, *causes)))
 

@@ -6,7 +6,9 @@ of the same run; nothing here reads from a network. Imports the standard library
 
 from __future__ import annotations
 
+import faulthandler
 import pickle
+import signal
 import socket
 import struct
 import sys
@@ -26,6 +28,7 @@ REPLY = struct.Struct(">Q")  # length of the pickle
 
 def main() -> None:
     die_with_parent()
+    faulthandler.register(signal.SIGUSR1, all_threads=True)  # asked for when the run stalls; goes to the log
     with socket.socket(fileno=int(sys.argv[1])) as channel, channel.makefile("rwb") as stream:
         channel.set_inheritable(False)  # a program started by a function must not keep the channel open
         named = _read(stream, REQUEST)

@@ -162,7 +162,7 @@ FAULTS = [
         ("weights", "shards/*.distcp"), ("ready groups", "ready_groups.bin"), ("state", "rollout_state.json"),
         ("optimizer state", "updater.json"), ("random state", "rng-0.pt"),
     )),
-    Fault("resume", "rollout_state.json is missing", "goes on at step 2 with no groups, 1 groups wait",
+    Fault("resume", "rollout_state.json is missing", "goes on at step 2 with no groups",
           partial(resumed, partial(without, "rollout_state.json"))),
     Fault("resume", "the weights are missing", "goes on at step 1 with [[0, 3]], 1 groups wait",
           partial(resumed, partial(without, "shards"))),

@@ -6,9 +6,6 @@ import asyncio
 import dataclasses
 import functools
 import math
-import os
-import signal
-import sys
 import time
 from functools import partial
 from pathlib import Path
@@ -30,37 +27,6 @@ PROMPT = Prompt(0, 0, [{"role": "user", "content": "What is 2 + 3?"}], {})
 tokenizer = functools.cache(make_tokenizer)
 
 
-# Reward functions
-
-
-def right(completions, **columns):
-    return [1.0] * len(completions)
-
-
-def raising(completions, **columns):
-    raise ZeroDivisionError("no such luck")
-
-
-def hanging(completions, **columns):
-    time.sleep(600)
-
-
-def dying(completions, **columns):
-    os.kill(os.getpid(), signal.SIGKILL)
-
-
-def leaving(completions, **columns):
-    sys.exit(3)
-
-
-def short(completions, **columns):
-    return [1.0]
-
-
-def not_a_number(completions, **columns):
-    return [float("nan")] * len(completions)
-
-
 def scored(function: str, folder: Path) -> str:
     """One group, then a good one: what failed must not cost the next."""
     none = np.zeros((1, 0), np.int32)
@@ -71,7 +37,7 @@ def scored(function: str, folder: Path) -> str:
     rollouts = tuple(Rollout((turn,), [{"role": "assistant", "content": "5"}]) for _ in range(3))
 
     async def work() -> None:
-        live = await Functions(functions=[HERE + function], timeout=0.7).open(None)
+        live = await Functions(functions=["tests.faults.rewards." + function], timeout=0.7).open(None)
         try:
             await live.score(Group(0, PROMPT, rollouts, 0))
         finally:

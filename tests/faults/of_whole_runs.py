@@ -129,7 +129,7 @@ def whole(where: str, what: str, expected: str, work: Callable[[Path], str]) -> 
 
 
 def stopped(name: str, folder: Path) -> str:
-    overrides = ("run.collective_timeout=8", "rollout.worker_timeout=8", "rollout.progress_timeout=8", "run.num_processes=2")
+    overrides = ("run.collective_timeout=12", "rollout.worker_timeout=12", "rollout.progress_timeout=8", "run.num_processes=2")
     return run(folder, partial(send, name, signal.SIGSTOP), ENDLESS, *overrides, says=f"{name} was stopped by a signal")
 
 
