@@ -28,6 +28,7 @@ PLAIN = (
     "data=jsonl", "scorer.functions=[agrpo.scorer.rewards.accuracy_reward]", "server=external", "sync=gloo", "run.use_cpu=true",
     "model.precision=no", "model.gradient_checkpointing=false", "rollout.max_staleness=1000", "run.parity_warn=null",
     "run.parity_stop=null", "optimizer.learning_rate=1e-3",
+    "sampler.max_completion_length=13",
 )  # fmt: skip
 
 

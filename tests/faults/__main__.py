@@ -21,6 +21,7 @@ def main() -> int:
     parser.add_argument("--repeat", type=int, default=1)
     options = parser.parse_args()
     logging.disable(logging.CRITICAL)  # each injected failure would be a line
+    suite.start()
     outcomes = []
     for _ in range(options.repeat):
         for fault in suite.FAULTS:

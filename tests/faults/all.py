@@ -8,6 +8,10 @@ PARTS = (of_servers, of_sync, of_the_wire, of_user_code, of_storage, of_processe
 FAULTS = [fault for part in PARTS for fault in part.FAULTS]
 
 
+def start() -> None:
+    of_servers.start()
+
+
 def close() -> None:
     of_servers.close()
     of_storage.close()

@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import socket
 import time
-from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 
@@ -95,16 +94,18 @@ def black_hole(folder: Path) -> str:
         return ask(f"http://127.0.0.1:{port}", 1.0)
 
 
-@contextlib.contextmanager
-def served() -> Iterator[str]:
-    """One stub for all faults of this process; its answers are spoilt in between."""
-    if not _stub:
-        stack = contextlib.ExitStack()
-        _stub.append((stack, stack.enter_context(stub_server(tokens=7, heads=3, bodies=3))))
-    yield _stub[0][1]
+def served() -> contextlib.AbstractContextManager[str]:
+    """One stub for all faults; its answers are spoilt on the way."""
+    return contextlib.nullcontext(_stub[0][1])
 
 
 _stub: list[tuple[contextlib.ExitStack, str]] = []
+
+
+def start() -> None:
+    """From the main thread: the stub dies with the thread that started it."""
+    stack = contextlib.ExitStack()
+    _stub.append((stack, stack.enter_context(stub_server(tokens=7, heads=3, bodies=3))))
 
 
 def close() -> None:

@@ -10,6 +10,7 @@ FAULTS = [fault for fault in suite.FAULTS if not fault.is_whole]
 
 @pytest.fixture(scope="module", autouse=True)
 def shared():
+    suite.start()
     yield
     suite.close()
 
