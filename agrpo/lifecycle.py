@@ -166,7 +166,9 @@ def run_process(name: str, run_dir: Path, main: Callable[[Path, Life], None]) ->
     except KeyboardInterrupt:
         life.leave(130, "interrupted")
         return 130
-    except Exception as error:
+    except SystemExit:
+        raise
+    except BaseException as error:  # torch's errors of checkpoints are none of Exception
         return _leave_unexpected(life, error)
     life.leave(0, "finished")
     return 0
@@ -187,7 +189,7 @@ def _leave(life: Life, error: AgrpoError) -> int:
     return error.exit_code
 
 
-def _leave_unexpected(life: Life, error: Exception) -> int:
+def _leave_unexpected(life: Life, error: BaseException) -> int:
     text = traceback.format_exc()
     life.leave(1, f"{type(error).__name__}: {error}", text)
     _say(text)

@@ -27,6 +27,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import state_dict as dcp_state
+from torch.distributed.checkpoint.api import CheckpointException
 
 from agrpo.errors import ConfigError, ServerError
 from agrpo.lifecycle import NO_SPACE
@@ -75,7 +76,7 @@ def _named_if_full(beside: Path) -> Iterator[None]:
     """ServerError where the disk takes no more, whichever library wrote; what was begun is removed."""
     try:
         yield
-    except Exception as error:
+    except (Exception, CheckpointException) as error:
         if not _is_no_space(error):
             raise
         shutil.rmtree(beside, ignore_errors=True)

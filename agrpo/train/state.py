@@ -50,7 +50,7 @@ def restore(folder: Path, model: Any, updater: Any, run: Any, fingerprint: str |
         groups = tuple(wire.frames((folder / READY).read_bytes())) if (folder / READY).exists() else ()
     except ConfigError:
         raise
-    except Exception as error:  # whatever the reader of a damaged file makes of it
+    except (Exception, checkpoints.CheckpointException) as error:  # whatever the reader of a damaged file makes of it
         raise ConfigError(_unreadable(folder, error)) from error
     state = files.get(STATE)
     if state is None:

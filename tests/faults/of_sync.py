@@ -19,12 +19,12 @@ from tests.faults.table import Fault
 from tests.sync.weight_server import WeightServer
 
 ROOT = Path(__file__).parents[2]
-# What each step leaves: nothing happened yet; a part arrived, so it may not serve; all arrived.
+# What each step leaves: no weight was sent yet, or all arrived and only a new sync may wake it.
 STEPS = {
     "/init_weight_transfer_engine": "runs on with its old weights",
     "/pause": "runs on with its old weights",
     "/start_weight_update": "runs on with its old weights",
-    "/update_weights": "stays paused, to be repaired",
+    "/update_weights": "runs on with its old weights",
     "/finish_weight_update": "stays paused, to be repaired",
     "/resume": "stays paused, to be repaired",
 }

@@ -11,6 +11,7 @@ from functools import partial
 from pathlib import Path
 
 import numpy as np
+import openai
 
 from agrpo.env.agent import AgentPlayer
 from agrpo.env.conversation import Conversation
@@ -136,6 +137,8 @@ class Bad:
             raise OSError("no agent")
         if self.fault == "hangs":
             await asyncio.Event().wait()
+        api = openai.AsyncOpenAI(**{name: extra[name] for name in ("base_url", "api_key", "http_client")}, max_retries=0)
+        await api.chat.completions.create(model="m", messages=data["messages"])
         return math.nan
 
 
@@ -174,6 +177,6 @@ FAULTS = [
     )),
     Fault("environment", "a tool hangs", "the model reads: error: sleepy gave no result in 0.3 s", called),
     Fault("agent", "raises", "OSError: no agent", partial(played, "raises")),
-    Fault("agent", "hangs", "rollout set aside: timeout", partial(played, "hangs"), r"rollout\.agent\.time_limit"),
+    Fault("agent", "hangs", "rollout set aside: agent_timeout", partial(played, "hangs"), r"rollout\.agent\.time_limit"),
     Fault("agent", "returns NaN", "exit code 5", partial(played, "returns NaN"), "nan"),
 ]  # fmt: skip

@@ -18,7 +18,8 @@ from agrpo.sections import Model, Optimizer
 def main(model_path: str, run_dir: Path, limit: int | None, life: Life) -> None:
     model = load_model(Model(path=model_path, precision="no"), torch.device("cpu"))
     updater = Updater(model, Optimizer(learning_rate=1e-3), None)
-    model(torch.arange(5)[None]).logits.sum().backward()
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
     updater.step()
     step = 0
     while limit is None or step < 2:

@@ -63,7 +63,7 @@ def _ending(fault: Fault, folder: Path) -> str:
         return _named(f"group dropped: {error.reason}", str(error), fault)
     except AgrpoError as error:
         return _named(f"exit code {error.exit_code}", str(error), fault)
-    except Exception as error:
+    except BaseException as error:
         return f"{type(error).__name__}: {error}"
 
 
