@@ -1,9 +1,7 @@
-"""A run that is interrupted and resumed ends with the weights of one that was not, and refuses what would not be that run."""
+"""A run that is interrupted and resumed ends with the weights of one that was not. What is refused: tests/faults."""
 
 import json
 import re
-import resource
-import shutil
 import signal
 
 import msgspec
@@ -93,61 +91,6 @@ def test_two_ranks_resumed_on_one(tmp_path, server, parts):
     assert max(float((expected[name] - found[name]).abs().max()) for name in expected) < 1e-5
     losses = [[r["loss"] for r in run.records()] for run in (whole, second)]
     assert losses[0] == pytest.approx(losses[1], abs=1e-5)
-
-
-@pytest.fixture(scope="module")
-def saved(tmp_path_factory, server, parts):
-    """A finished run of three steps with a checkpoint of each."""
-    folder = tmp_path_factory.mktemp("saved")
-    arguments = (*parts, "packer.token_budget=190", "run.max_steps=3", "checkpoint.save_steps=1")
-    return run_to_end(folder, server, groups(30), *arguments)
-
-
-def resumed(saved, folder, server, parts, *overrides) -> FedRun:
-    shutil.copytree(saved.run_dir, folder / "run")
-    arguments = (*parts, "packer.token_budget=190", "run.max_steps=4", "run.resume=auto", *overrides)
-    return FedRun(folder, server.url, groups(30), *arguments)
-
-
-def test_other_data_are_refused_unless_allowed(tmp_path, saved, server, parts):
-    other = f"data.path={tiny_dataset(tmp_path / 'other.jsonl', num_rows=31)}"
-    run = resumed(saved, tmp_path / "no", server, (parts[0], other))
-    assert run.end() == [3] and "run.allow_dataset_change=true" in run.log.read_text()
-    run = resumed(saved, tmp_path / "yes", server, (parts[0], other), "run.allow_dataset_change=true")
-    assert run.end() == [0], run.log.read_text()
-    assert run.feed.start_state.resolved == [] and run.feed.start_state.step == 3
-
-
-@pytest.mark.parametrize("name", ["shards", "ready_groups.bin", "rollout_state.json"])
-def test_a_truncated_checkpoint_is_named_with_the_one_before(tmp_path, saved, server, parts, name):
-    shutil.copytree(saved.run_dir, tmp_path / "run")
-    found = sorted((tmp_path / "run" / "checkpoints").iterdir())[-1] / name
-    path = max(found.glob("*.distcp"), key=lambda p: p.stat().st_size) if found.is_dir() else found
-    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
-    run = FedRun(
-        tmp_path, server.url, groups(30), *parts, "packer.token_budget=190", "run.max_steps=4", "run.resume=auto"
-    )
-    assert run.end() == [3]
-    text = run.log.read_text()
-    assert "step-000003 is damaged" in text and "run.resume=" in text and "step-000002" in text
-
-
-def test_a_full_disk_ends_the_run_by_name_and_keeps_the_checkpoint_before(tmp_path, saved, server, parts):
-    """A limit on the size of files stands for the disk: the shards are larger than it, everything else is not."""
-    shutil.copytree(saved.run_dir, tmp_path / "run")
-    limit = 200_000
-
-    def limits():
-        resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
-
-    arguments = (*parts, "packer.token_budget=190", "run.max_steps=6", "run.resume=auto", "checkpoint.save_steps=1")
-    run = FedRun(tmp_path, server.url, groups(30), *arguments, limits=limits)
-    assert run.end() == [4], run.log.read_text()
-    assert "the disk takes no more" in run.log.read_text()
-    checkpoints = sorted(p.name for p in (tmp_path / "run" / "checkpoints").iterdir())
-    assert checkpoints == ["step-000001", "step-000002", "step-000003"]
-    record = json.loads((tmp_path / "run" / "state" / "trainer0.exit.json").read_text())
-    assert record["code"] == 4 and "run.resume=auto" in record["reason"]
 
 
 LOOP = '''
