@@ -93,3 +93,18 @@ def test_the_end_of_a_run_names_what_is_urgent_in_few_lines(tmp_path):
     assert closing(tmp_path) == []
     append(tmp_path, 1, 12, **{"perf/rollout_wait_s": 0.0})
     assert [line.split(":")[0] for line in closing(tmp_path)] == ["balanced"]
+
+
+def test_both_commands_from_the_command_line(tmp_path):
+    from typer.testing import CliRunner
+
+    from agrpo.cli import app
+
+    run, shell = write_run(tmp_path / "run"), CliRunner()
+    done = shell.invoke(app, ["explain", str(run)])
+    assert done.exit_code == 0 and "generation-bound" in done.stdout
+    done = shell.invoke(app, ["report", str(run), "--output", str(tmp_path / "page.html")])
+    assert done.exit_code == 0 and done.stdout.strip().endswith("page.html") and (tmp_path / "page.html").exists()
+    for command in ("explain", "report"):
+        refused = shell.invoke(app, [command, str(tmp_path / "none")])
+        assert refused.exit_code == 3 and "holds no run" in refused.output
