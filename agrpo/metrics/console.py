@@ -19,7 +19,7 @@ from rich.text import Text
 
 from agrpo.metrics.chart import curve
 from agrpo.metrics.completions import completion_table, plain_line
-from agrpo.metrics.live import VERDICTS, History, short_number, sides, token_line
+from agrpo.metrics.live import VERDICTS, History, aligned, short_number, sides, token_line
 from agrpo.metrics.summary import evaluations
 
 SHOWN_STEPS = 5  # rows of the live table
@@ -178,21 +178,26 @@ class Console:
         if not history:
             elapsed = Text(f"starting   {clock(time.monotonic() - self._began)}", style="bold")
             return Group(elapsed, self._phase_table())
-        parts: list[RenderableType] = [Text(self._progress_line(), style="bold"), Text(""), _side_table(history.latest)]
+        # One text instead of tables: it is drawn every second, and rich takes long for a table.
+        lines: list[tuple[str, str]] = [(self._progress_line(), "bold"), ("", "")]
+        lines += [(line, "") for line in aligned(sides(history.latest), "lrl")]
         verdict = history.latest.get("diag/bottleneck")
         if verdict:
-            parts.append(Text(VERDICTS.get(verdict, verdict), style="green" if verdict == "balanced" else "yellow"))
+            lines.append((VERDICTS.get(verdict, verdict), "green" if verdict == "balanced" else "yellow"))
         if self.shows_steps:
-            parts += [Text(""), self._step_table()]
-        lines = [(evaluation_line(name, points), "") for name, points in history.evaluations.items()]
-        lines += [(line, "dim") for line in self._elsewhere()]
-        below = [Text(line, style, no_wrap=True, overflow="ellipsis") for line, style in lines]
-        taken = len(parts) + 2 + (len(history.rows) if self.shows_steps else 0) + len(below)
-        height = min(max(self.output.height - taken - 3, SHORTEST_CURVE), TALLEST_CURVE)
-        chart = self._curve(height, ascii_only=self._is_ascii)
+            heading, *steps = aligned(self._step_rows(), "r" * (len(COLUMNS) + 1) + "l")
+            lines += [("", ""), (heading, "dim"), *((line, "") for line in steps)]
+        below = [(evaluation_line(name, points), "") for name, points in history.evaluations.items()]
+        below += [(line, "dim") for line in self._elsewhere()]
+        height = self.output.height - len(lines) - len(below) - 3
+        chart = self._curve(min(max(height, SHORTEST_CURVE), TALLEST_CURVE), ascii_only=self._is_ascii)
         if chart:
-            parts += [Text(""), Text(self._title(), style="dim"), Text(chart)]
-        return Group(*parts, *below)
+            lines += [("", ""), (self._title(), "dim"), *((line, "") for line in chart.splitlines())]
+        text = Text(no_wrap=True, overflow="ellipsis")
+        for line, style in lines + below:
+            text.append(line + "\n", style or None)
+        text.right_crop(1)
+        return Group(text)  # console.print would join a bare text with others, and wrap it
 
     def _elsewhere(self) -> list[str]:
         """What processes do beside the usual, such as saving or evaluating."""
@@ -230,14 +235,13 @@ class Console:
             table.add_row(Text(process, style="bold"), Text(text), Text(f"{now - since:.1f} s", style="dim"))
         return table
 
-    def _step_table(self) -> Table:
-        table = Table(box=None, padding=(0, 1), header_style="dim", pad_edge=False)
-        for heading in ("step", *(name + (f" {unit}" if unit else "") for _, name, unit, _ in COLUMNS), "bottleneck"):
-            table.add_column(heading, justify="left" if heading == "bottleneck" else "right", no_wrap=True)
+    def _step_rows(self) -> list[list[str]]:
+        headings = [name + (f" {unit}" if unit else "") for _, name, unit, _ in COLUMNS]
+        rows = [["step", *headings, "bottleneck"]]
         for record in self._history.rows:
             cells = [written(record[key]) if record.get(key) is not None else "-" for key, _, _, written in COLUMNS]
-            table.add_row(str(record["step"]), *cells, str(record.get("diag/bottleneck", "")))
-        return table
+            rows.append([str(record["step"]), *cells, str(record.get("diag/bottleneck", ""))])
+        return rows
 
     def _progress_line(self) -> str:
         step = self._history.step
@@ -249,15 +253,6 @@ class Console:
         left = self._history.time_left_s(self.max_steps)
         to_go = f"   left {clock(left)}" if left is not None else ""
         return f"step {step}/{self.max_steps} [{bar}]   {elapsed}{to_go}"
-
-
-def _side_table(latest: Mapping[str, Any]) -> Table:
-    table = Table.grid(padding=(0, 2))
-    for justify in ("left", "right", "left"):
-        table.add_column(justify=justify, no_wrap=True)
-    for name, *cells in sides(latest):
-        table.add_row(Text(name, style="bold"), *map(Text, cells))
-    return table
 
 
 def evaluation_line(name: str, points: Mapping[str, Mapping[str, Any]]) -> str:

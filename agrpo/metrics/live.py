@@ -6,7 +6,7 @@ Everything has a bound, so a view that is drawn four times a second costs the sa
 from __future__ import annotations
 
 import collections
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from agrpo.metrics.summary import evaluations
@@ -95,6 +95,15 @@ def sides(latest: Record) -> list[tuple[str, ...]]:
         ),
         ("training", speeds[1], text("step {:.1f} s", "perf/step_s") + (f", waits {wait:.1f} s{share}" if share else "")),
         ("queue", text("{:.0f} samples", "rollout/queue_size"), f"staleness {staleness}" if staleness else ""),
+    ]
+
+
+def aligned(rows: Sequence[Sequence[str]], sides: str) -> list[str]:
+    """Rows of cells as lines of columns; `sides` says l or r for each column."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return [
+        "  ".join(cell.ljust(w) if s == "l" else cell.rjust(w) for cell, w, s in zip(row, widths, sides, strict=True)).rstrip()
+        for row in rows
     ]
 
 

@@ -61,7 +61,7 @@ def _generated(turn: Turn) -> bytes:
 def _record_forks(window: Any, usable: list[Rollout]) -> None:
     num_samples = sum(sum(any(t.output_mask.any() for t in c) for c in chains_of(r)) for r in usable)
     window.add("rollout/samples_per_rollout", num_samples, len(usable))
-    joined = [r for r in usable if r.row_offsets is None]  # separate rows are no forks
+    joined = [r for r in usable if r.row_offsets is None and len(r.turns) > 1]  # separate rows are no forks
     drifts = [d for r in joined for d in drift_tokens(r.turns)]
     if drifts:
         forks = sum(len(chains_of(r)) - 1 for r in joined)

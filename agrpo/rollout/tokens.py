@@ -22,7 +22,7 @@ class TokenAccount:
     def __init__(self, window: Any):
         self._window = window
         self._held: dict[int, dict[int, int]] = {}  # group id -> slot -> tokens
-        self._num_held = 0
+        self._num_held = self._num_generated = 0
 
     def counted(
         self, generate: Callable[..., Awaitable[Turn]], group_id: int, slot: int
@@ -41,7 +41,7 @@ class TokenAccount:
         self._held[group_id] = {}
 
     def generated(self, group_id: int, slot: int, count: int) -> None:
-        self._window.add("tokens/generated", count)
+        self._num_generated += count
         slots = self._held.get(group_id)
         if slots is None:
             self._discard(LATE, count)
@@ -64,12 +64,14 @@ class TokenAccount:
         bring, count as generated now."""
         count, trained = self._leave(ready.group_id), ready.num_trained_tokens
         if trained > count:
-            self._window.add("tokens/generated", trained - count)
+            self._num_generated += trained - count
         self._discard(UNUSED, max(count - trained, 0))
         self._window.add("tokens/sent", trained)
 
     def record(self) -> None:
-        """The tokens in flight now; with every message, so that each is balanced by itself."""
+        """What was generated since the last call, and is in flight now; with every message, so that each is balanced."""
+        self._window.add("tokens/generated", self._num_generated)
+        self._num_generated = 0
         self._window.add("tokens/in_flight", self._num_held)
 
     def _leave(self, group_id: int) -> int:

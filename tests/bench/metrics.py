@@ -133,6 +133,7 @@ def _loss_figures(records: list[dict]) -> float:
         sample_index=torch.arange(count) * num_samples // count,
         versions=torch.zeros(count, dtype=torch.int32),
         candidate_counts=None,
+        num_samples=num_samples,
     )
     figures, loss, value, window = LossFigures(torch.device("cpu")), ScoreCentering(), torch.zeros(()), Window()
 

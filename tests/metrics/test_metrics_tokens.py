@@ -42,7 +42,7 @@ def test_a_group_counted_by_hand():
     }
     account.dropped(9, "zero_std")
     account.record()
-    assert window.record(2) == {"step": 2, "tokens/discarded/zero_std": 13, "tokens/in_flight": 0}
+    assert window.record(2) == {"step": 2, "tokens/generated": 0, "tokens/discarded/zero_std": 13, "tokens/in_flight": 0}
 
 
 def test_tokens_that_no_server_gave_count_as_generated():
@@ -50,6 +50,7 @@ def test_tokens_that_no_server_gave_count_as_generated():
     account = TokenAccount(window)
     account.open(0)
     account.sent(make_group(0, 1, num_samples=2, length=5))
+    account.record()
     assert (window.total("tokens/generated"), window.total("tokens/sent")) == (6, 6)
 
 
@@ -67,6 +68,7 @@ def test_every_answer_is_counted_when_it_arrives():
     account = TokenAccount(window)
     account.open(0)
     assert asyncio.run(account.counted(generate, 0, 1)([], (0, 1, 0))) is turn
+    account.record()
     assert window.total("tokens/generated") == 3
 
 
