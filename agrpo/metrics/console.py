@@ -24,7 +24,7 @@ from agrpo.metrics.summary import evaluations
 
 SHOWN_STEPS = 5  # rows of the live table
 SHORTEST_CURVE, TALLEST_CURVE = 6, 14  # lines
-REFRESHES_PER_S = 1  # drawing takes a few milliseconds of a core that the trainer may need
+REFRESHES_PER_S = 0.5  # drawing takes a few milliseconds of a core that the trainer may need
 CURVE_FILE = "curve.txt"
 
 # Phases that the live view names after the first step; the others are the usual work.
@@ -178,7 +178,7 @@ class Console:
         if not history:
             elapsed = Text(f"starting   {clock(time.monotonic() - self._began)}", style="bold")
             return Group(elapsed, self._phase_table())
-        # One text instead of tables: it is drawn every second, and rich takes long for a table.
+        # One text instead of tables: it is drawn often, and rich takes long for a table.
         lines: list[tuple[str, str]] = [(self._progress_line(), "bold"), ("", "")]
         lines += [(line, "") for line in aligned(sides(history.latest), "lrl")]
         verdict = history.latest.get("diag/bottleneck")

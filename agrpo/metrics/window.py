@@ -12,6 +12,8 @@ from collections.abc import Mapping
 
 from agrpo.metrics.names import declared, positions, reduction_of
 
+_ADDED = frozenset(("ratio", "sum", "mean"))
+
 
 class Window:
     """Collects metric events: `add` and `merge` as things happen, `record` once per window.
@@ -22,7 +24,7 @@ class Window:
 
     def __init__(self, strict: bool = False):
         self.strict = strict
-        self._values: dict[str, tuple[float, float]] = {}
+        self._values: dict[str, list[float]] = {}
 
     def __len__(self) -> int:
         return len(self._values)
@@ -31,21 +33,22 @@ class Window:
         """Add one event: numerator and denominator of a ratio, else a value. NaN values are no events."""
         if self.strict and declared(name) is None:
             raise ValueError(f"metric {name} is not declared in agrpo/metrics/names.py")
-        value, weight = float(value), float(weight)
-        if not (math.isnan(value) or math.isnan(weight)):
-            self._join(name, value, weight)
+        if value == value and weight == weight:  # the quickest test for NaN; this is called for every event
+            self._join(name, float(value), float(weight))
 
     def _join(self, name: str, value: float, weight: float) -> None:
         held = self._values.get(name)
+        if held is None:
+            self._values[name] = [value, weight]
+            return
         reduction = reduction_of(name)
-        if held is None or reduction == "last":
-            self._values[name] = (value, weight)
-        elif reduction == "max":
-            self._values[name] = (max(held[0], value), weight)
-        elif reduction == "min":
-            self._values[name] = (min(held[0], value), weight)
+        if reduction in _ADDED:
+            held[0] += value
+            held[1] += weight
+        elif reduction == "last":
+            held[:] = value, weight
         else:
-            self._values[name] = (held[0] + value, held[1] + weight)
+            held[:] = (max if reduction == "max" else min)(held[0], value), weight
 
     def merge(self, other: Window | Mapping) -> None:
         """Add the events of another window, or of its wire form; its `last` values count as later."""
@@ -71,8 +74,7 @@ class Window:
 
     def to_wire(self) -> dict[str, list[float]]:
         """Plain numbers for a message; the window is empty afterwards."""
-        wire = {name: [value, weight] for name, (value, weight) in self._values.items()}
-        self._values.clear()
+        wire, self._values = self._values, {}
         return wire
 
     @staticmethod

@@ -41,7 +41,7 @@ def record_slots(window: Any, group: Group, num_slots: int) -> None:
 
 
 def _record_lengths(window: Any, usable: list[Rollout]) -> None:
-    lengths = [sum(r.generated_counts) for r in usable]
+    lengths = [len(r.turns[0].output_ids) if _is_plain(r) else sum(r.generated_counts) for r in usable]
     ended = [n for n, r in zip(lengths, usable, strict=True) if not r.truncated]
     for kind, values in (("", lengths), ("terminated_", ended)):
         if values:
@@ -50,7 +50,7 @@ def _record_lengths(window: Any, usable: list[Rollout]) -> None:
             window.add(f"completions/max_{kind}length", max(values))
     window.add("rollout/generated_tokens_per_s", sum(lengths), 0)
     window.add("completions/clipped_ratio", len(lengths) - len(ended), len(lengths))
-    distinct = {tuple(_generated(t) for t in r.turns) for r in usable}
+    distinct = {tuple([_generated(t) for t in r.turns]) for r in usable}
     window.add("completions/duplicate_frac", len(usable) - len(distinct), len(usable))
 
 
@@ -58,8 +58,16 @@ def _generated(turn: Turn) -> bytes:
     return turn.output_ids.tobytes()
 
 
+def _is_plain(rollout: Rollout) -> bool:
+    """One turn and nothing else, as most rollouts are; their figures need no walk over turns."""
+    return len(rollout.turns) == 1 and rollout.row_offsets is None
+
+
 def _record_forks(window: Any, usable: list[Rollout]) -> None:
-    num_samples = sum(sum(any(t.output_mask.any() for t in c) for c in chains_of(r)) for r in usable)
+    num_samples = sum(
+        bool(r.turns[0].output_mask.any()) if _is_plain(r) else sum(any(t.output_mask.any() for t in c) for c in chains_of(r))
+        for r in usable
+    )
     window.add("rollout/samples_per_rollout", num_samples, len(usable))
     joined = [r for r in usable if r.row_offsets is None and len(r.turns) > 1]  # separate rows are no forks
     drifts = [d for r in joined for d in drift_tokens(r.turns)]
