@@ -19,6 +19,8 @@ from agrpo.errors import ConfigError
 NAME = "default"  # of the one adapter, inside the model only
 PEFT_PREFIX = "base_model.model."
 CONFIG_FILE, WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"
+_STACKED = ("gate_up_proj", "down_proj")  # the tensors of experts
+_EXPERT_NAMES = {"gate", "gate_proj", "up_proj", "down_proj", "w1", "w2", "w3"}
 _SAVED = f"modules_to_save.{NAME}."
 
 
@@ -40,7 +42,7 @@ def add_adapter(model: torch.nn.Module, section: Any) -> None:
             r=lora.r,
             lora_alpha=lora.alpha,
             lora_dropout=lora.dropout,
-            target_modules=lora.target_modules,
+            target_modules=_targets(model, lora.target_modules),
             base_model_name_or_path=section.path,
             **{**options, **lora.options},
         )
@@ -129,6 +131,19 @@ def _layers(model: torch.nn.Module) -> Iterator[tuple[str, Any]]:
             yield name.replace("_orig_mod.", ""), module
 
 
+def _targets(model: torch.nn.Module, wanted: str | list[str]) -> str | list[str]:
+    """`all-linear` on a mixture of experts: the projections beside the experts, whose weights are stacked in one tensor.
+
+    PEFT takes the names of expert projections for those tensors, so layers that share the names get no adapter either.
+    """
+    decoder = model.get_decoder()
+    is_mixture = any(name.endswith(_STACKED) and p.ndim == 3 for name, p in decoder.named_parameters())
+    if wanted != "all-linear" or not is_mixture:
+        return wanted
+    linear = {n.rpartition(".")[2] for n, m in decoder.named_modules() if isinstance(m, torch.nn.Linear)}
+    return sorted(linear - _EXPERT_NAMES)
+
+
 def _linear_outside_text(model: torch.nn.Module) -> list[str]:
     """Linear layers of image and audio parts, which are never trained (MODEL-7); the head is judged by itself."""
     inside = {id(m) for m in model.get_decoder().modules()} | {id(model.get_output_embeddings())}
@@ -137,9 +152,15 @@ def _linear_outside_text(model: torch.nn.Module) -> list[str]:
 
 def _refuse_targets(model: torch.nn.Module, lora: Any) -> None:
     """The chunked head reads base weights, so neither the head nor what it shares weights with may be adapted."""
+    from peft.tuners.lora import ParamWrapper
     from peft.tuners.tuners_utils import BaseTunerLayer
     from peft.utils.other import AuxiliaryTrainingWrapper
 
+    if any(isinstance(layer, ParamWrapper) for _, layer in _layers(model)):
+        raise ConfigError(
+            "model.lora.target_modules must leave experts and routers alone, whose weights are stacked in one tensor: name "
+            "attention projections, [q_proj,k_proj,v_proj,o_proj], or give all-linear, which leaves them out"
+        )
     kinds = (BaseTunerLayer, AuxiliaryTrainingWrapper)
     head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
     if isinstance(head, kinds):

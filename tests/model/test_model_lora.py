@@ -18,7 +18,7 @@ from agrpo.model.load import load_model, prepare
 from agrpo.model.optim import Updater
 from agrpo.model.shard import shard
 from agrpo.model.terms import DeviceRow, token_logprobs, token_terms
-from agrpo.model.weights import adapter_tensors, checkpoint_names, full_tensors
+from agrpo.model.weights import adapter_tensors, checkpoint_names, full_tensors, plain_tensors
 from agrpo.sections import Lora, Model
 
 SECTION = Model(path="tiny", precision="no", lora=Lora(enabled=True, r=3, alpha=5.0))
@@ -36,9 +36,9 @@ def adapted(family: str, **lora) -> torch.nn.Module:
 
 
 def merged_twin(model: torch.nn.Module, family: str) -> torch.nn.Module:
-    """transformers' own model with the weights that would be sent."""
+    """transformers' own model with the weights that would be sent, experts still together."""
     twin = make_model(family, "eager")
-    found = twin.load_state_dict(dict(full_tensors(model)), strict=False)
+    found = twin.load_state_dict(dict(plain_tensors(model)), strict=False)
     tied = {"lm_head.weight"} if twin.config.tie_word_embeddings else set()
     assert not found.unexpected_keys and set(found.missing_keys) <= tied
     return twin
@@ -61,7 +61,11 @@ KINDS = {
 
 
 @pytest.mark.parametrize(
-    "family, kind", [("qwen3", "plain"), ("llama", "plain"), ("gemma3", "plain"), *(("qwen3", k) for k in KINDS if k != "plain")]
+    "family, kind",
+    [
+        *((family, "plain") for family in ("qwen3", "llama", "gemma3", "qwen3_5", "qwen3_moe", "qwen3_next")),
+        *(("qwen3", k) for k in KINDS if k != "plain"),
+    ],
 )
 def test_packed_with_the_adapter_equals_each_sample_alone_with_merged_weights(family, kind):
     model = adapted(family, **KINDS[kind])
@@ -79,6 +83,14 @@ def test_packed_with_the_adapter_equals_each_sample_alone_with_merged_weights(fa
     assert all(torch.equal(p, before[n]) for n, p in model.named_parameters())
     plain = make_model(family, "eager")
     assert float((logprobs_of(plain, samples[0].token_ids) - logprobs_of(twin, samples[0].token_ids)).abs().max()) > 1e-3
+
+
+def test_experts_get_no_adapter():
+    names = {n.rpartition(".lora_")[0] for n, p in adapted("qwen3_next").named_parameters() if p.requires_grad}
+    assert any("linear_attn.in_proj_qkvz" in n for n in names) and any("q_proj" in n for n in names)
+    assert not any("expert" in n and "shared_expert_gate" not in n for n in names)
+    with pytest.raises(ConfigError, match="target_modules must leave experts and routers alone"):
+        adapted("qwen3_moe", target_modules=["gate_proj", "up_proj", "down_proj"])
 
 
 def test_only_the_adapter_is_trained_and_its_gradient_is_that_of_the_merged_weights():
