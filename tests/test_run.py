@@ -11,7 +11,7 @@ import pytest
 from agrpo.ledger import replay
 from agrpo.metrics.names import undeclared
 from tests import metric_list
-from tests.standins import tiny_dataset, tiny_qwen3
+from tests.standins import tiny_dataset, tiny_qwen3, tiny_qwen3_5
 
 ROOT = Path(__file__).parents[1]
 SMALL = (
@@ -76,8 +76,8 @@ def test_a_sweep_gives_two_complete_runs(tmp_path):
 
 
 def test_the_deepmath_recipe_on_stand_ins(tmp_path):
-    """Model, data and server of the recipe replaced through overrides only."""
-    model, data = tiny_qwen3(tmp_path / "model"), tiny_dataset(tmp_path / "data.jsonl")
+    """Model, data and server of the recipe replaced through overrides only; the model has the recipe's architecture."""
+    model, data = tiny_qwen3_5(tmp_path / "model"), tiny_dataset(tmp_path / "data.jsonl")
     (tmp_path / "odd.py").write_text("def odd(completion_ids, **columns):\n    return [float(sum(i) % 2) for i in completion_ids]\n")
     run = tmp_path / "run"
     done = agrpo(
@@ -90,6 +90,7 @@ def test_the_deepmath_recipe_on_stand_ins(tmp_path):
     records = assert_complete(run, 2)
     assert records[0]["rewards/accuracy_reward/mean"] == 0.0
     assert 0 < records[0]["rewards/odd/mean"] < 1
+    assert records[0]["perf/weight_sync_parity"] < 1e-4 and records[0]["sampling/sampling_logp_difference/max"] < 1e-4
 
 
 def test_an_epoch_ends_when_every_prompt_is_resolved_and_disk_sync_carries_the_weights(tmp_path):
