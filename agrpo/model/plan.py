@@ -12,7 +12,7 @@ Back ends whose kernels take one sequence of keys per segment get the positions 
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import numpy as np
@@ -60,17 +60,21 @@ class Paths:
         return self.bounds[-1][3]
 
 
-@dataclass(frozen=True)
 class TreePlan:
-    """Segments of one row, and what back ends make of them on first use."""
+    """Segments of one row, and what back ends make of them on first use.
 
-    starts: np.ndarray  # [S] int64
-    ends: np.ndarray  # [S] int64
-    parents: np.ndarray  # [S] int64, -1 = root
-    depths: torch.Tensor  # [N] int64 on the device, position of each token on its path
-    depth_starts: np.ndarray  # [S] int64, depth of each segment's first token
-    subtree_ends: np.ndarray  # [S] int64, end of the last descendant
-    _kept: dict[Hashable, Any] = field(default_factory=dict)
+    No dataclass: FSDP2 would look into every field at each layer, and under mixed precision copy the plan without what it
+    keeps.
+    """
+
+    def __init__(self, starts, ends, parents, depths: torch.Tensor, depth_starts, subtree_ends):
+        self.starts: np.ndarray = starts  # [S] int64
+        self.ends: np.ndarray = ends  # [S] int64
+        self.parents: np.ndarray = parents  # [S] int64, -1 = root
+        self.depths = depths  # [N] int64 on the device, position of each token on its path
+        self.depth_starts: np.ndarray = depth_starts  # [S] int64, depth of each segment's first token
+        self.subtree_ends: np.ndarray = subtree_ends  # [S] int64, end of the last descendant
+        self._kept: dict[Hashable, Any] = {}
 
     @staticmethod
     def of(starts: np.ndarray, ends: np.ndarray, parents: np.ndarray, depths: torch.Tensor) -> TreePlan:

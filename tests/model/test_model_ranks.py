@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from model_build import make_model
-from model_rank import NoTokenizer, steps_of_rows
+from model_rank import NoTokenizer, aux_share, steps_of_rows
 from transformers import AutoModelForCausalLM
 
 from agrpo.loss.score_centering import ScoreCentering
@@ -81,8 +81,8 @@ def test_copies_of_the_sharded_model_equal_one_rank(tied, tmp_path):
     _same(copies["weights"], one["weights"], 1e-4)
 
 
-def test_one_rank_equals_no_sharding(tied):
-    folder, one, _ = tied
+def _unsharded(folder: Path) -> tuple[list[float], dict[str, torch.Tensor]]:
+    """Losses and last weights of the same steps in this process."""
     section = Model(path=str(folder / "model"), precision="no")
     model = load_model(section, "cpu")
     shard(model, section, None)
@@ -91,12 +91,27 @@ def test_one_rank_equals_no_sharding(tied):
         total, losses = sum(r.num_trained_tokens for r in rows), [*losses, 0.0]
         for row in rows:
             terms = token_terms(model, DeviceRow.of(row, "cpu"), 0.7, want_head=True)
-            loss = ScoreCentering()(terms).sum() / total
+            loss = ScoreCentering()(terms).sum() / total + aux_share(model, terms, len(rows))
             updater.backward(loss)
             losses[-1] += loss.item()
         updater.step()
+    return losses, dict(full_tensors(model))
+
+
+def test_one_rank_equals_no_sharding(tied):
+    folder, one, _ = tied
+    losses, weights = _unsharded(folder)
     assert losses == pytest.approx(one["losses"], rel=1e-5)
-    _same(dict(full_tensors(model)), one["weights"], 1e-5)
+    _same(weights, one["weights"], 1e-5)
+
+
+def test_a_hybrid_of_experts_on_two_ranks_equals_no_sharding(tmp_path):
+    """Gated DeltaNet layers, experts and their auxiliary loss."""
+    folder = _folder(tmp_path, "qwen3_next", "no")
+    two = _run_ranks(folder, 2)
+    losses, weights = _unsharded(folder)
+    assert two["losses"] == pytest.approx(losses, rel=1e-4)
+    _same(two["weights"], weights, 1e-4)
 
 
 def test_names_are_those_of_the_checkpoint_and_tied_weights_come_once(tied):
