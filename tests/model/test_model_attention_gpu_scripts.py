@@ -1,20 +1,24 @@
 """The GPU scripts at their smallest size on a CPU: every part runs, and one that fails hides nothing."""
 
+import importlib.util
 import json
+
+import pytest
 
 from tests.gpu import bench
 from tests.gpu.parts import run_parts
 
 
+@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="the head's part interprets Triton")
 def test_the_tiny_bench_runs_every_part(capfd):
     assert bench.main(["--tiny"]) == 0
     rows = [json.loads(line) for line in capfd.readouterr().out.splitlines() if line.startswith("{")]
     checked = {row["backend"]: row for row in rows if row.get("part") == "check" and row["dtype"] == "torch.float32"}
     assert checked["torch"]["ok"] is checked["sdpa"]["ok"] is True
     assert checked["varlen"]["cases"] == 0
-    packings = {(row["part"], row["packing"]): row["packing_ratio"] for row in rows if "packing" in row}
-    assert {p: r for (part, p), r in packings.items() if part == "step_qwen3-0.6b"} == {"sequence": 1.0, "tree": 3.38}
-    assert {row["part"] for row in rows} >= {"facts", "check", "step_qwen3-0.6b", "step_qwen3-1.7b", "attention", "head"}
+    packings = {row["packing"]: row["packing_ratio"] for row in rows if row.get("part") == "step_tiny" and "packing" in row}
+    assert packings == {"sequence": 1.0, "tree": 3.38}
+    assert {row["part"] for row in rows if "part" in row} == {"facts", "check", "step_tiny", "attention", "head"}
 
 
 def test_a_part_that_fails_is_named_and_the_next_one_runs(capsys):
