@@ -175,22 +175,25 @@ def last_line(log: Path) -> str:
 
 
 class _Printer:
-    """One line per finding as it comes where the output is piped, a table on a terminal, or one JSON object."""
+    """One line per finding as it comes where the output is piped; on a terminal a table at the end; or one JSON object."""
 
     def __init__(self, as_json: bool):
         self._as_json, self._console = as_json, Console()
+        self._status = self._console.status("")
 
     def add(self, finding: Finding) -> None:
         if self._as_json:
             return
         if self._console.is_terminal:
-            self._console.print(f"[{STYLES[finding.status]}]{finding.status:<4}[/] {escape(finding.name)}")
+            self._status.start()
+            self._status.update(f"{finding.status}: {escape(finding.name)}")
             return
         took = f" ({finding.seconds:.1f} s)" if finding.seconds else ""
         fix = f"; fix: {finding.fix}" if finding.fix else ""
         print(f"{finding.status:<4}  {finding.name}: {finding.found}{fix}{took}", flush=True)
 
     def close(self, findings: list[Finding]) -> None:
+        self._status.stop()
         if self._as_json:
             is_ok = all(f.status != "fail" for f in findings)
             print(json.dumps({"ok": is_ok, "rows": [dataclasses.asdict(f) for f in findings]}, indent=1))

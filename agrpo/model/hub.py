@@ -34,10 +34,19 @@ def upload(
         if revision is not None:
             api.create_branch(repo, branch=revision, exist_ok=True)
         found = api.upload_folder(folder_path=folder, repo_id=repo, commit_message=message, revision=revision)
-    except (HfHubHTTPError, HFValidationError, OfflineModeIsEnabled, OSError, ValueError) as error:
+    except (HfHubHTTPError, HFValidationError, OfflineModeIsEnabled, OSError, ValueError, *_network_errors()) as error:
         text = " ".join(str(error).split())
         raise AgrpoError(f"upload to {repo} failed: {text}; the folder {folder} is complete") from error
     return str(found.commit_url)
+
+
+def _network_errors() -> tuple[type[Exception], ...]:
+    """What a hub that cannot be reached raises; older clients go by requests, whose errors are OSErrors."""
+    try:
+        import httpx
+    except ImportError:
+        return ()
+    return (httpx.HTTPError,)
 
 
 class Uploads:

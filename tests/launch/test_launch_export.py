@@ -108,7 +108,7 @@ def test_every_file_is_uploaded_and_a_refused_upload_leaves_the_folder(full, tmp
         done = pushed(tmp_path / "out")
         assert done.returncode == 0, done.stderr
         ((repository, summary, files),) = hub.commits
-        assert repository == "me/mine" and summary == "agrpo run, step-000007" and hub.repositories["me/mine"]["private"] is True
+        assert repository == "me/mine" and summary == "agrpo run, step-000007" and hub.repositories["me/mine"].get("visibility", "private") == "private"
         assert set(hub.tokens) == {"Bearer hf_mine"}
         assert files == {p.name: p.read_bytes() for p in (tmp_path / "out").iterdir()}
         assert json.loads(files["config.json"])["model_type"] == "qwen3"
