@@ -27,10 +27,10 @@ class Hub:
                 self.handle_any(b"")
 
             def do_POST(self):
+                hub.tokens.append(self.headers.get("Authorization"))
                 self.handle_any(self.rfile.read(int(self.headers.get("Content-Length") or 0)))
 
             def handle_any(self, body):
-                hub.tokens.append(self.headers.get("Authorization"))
                 status, answer = (403, {"error": "no right to write"}) if hub.refuses else hub.answer(self.path, body, self.url())
                 data = json.dumps(answer).encode()
                 self.send_response(status)
