@@ -49,6 +49,18 @@ def lora(tmp_path_factory):
     return saved_run(tmp_path_factory.mktemp("lora"), "model=lora", "model.lora.r=3")
 
 
+def expected(model):
+    """The weights by hand: of an adapted layer its own and alpha / r times B A, of anything else what it holds."""
+    weights = {}
+    for name, module in model.named_modules():
+        if hasattr(module, "lora_A"):
+            a, b = module.lora_A["default"].weight, module.lora_B["default"].weight
+            weights[f"{name}.weight"] = module.base_layer.weight.detach() + 64.0 / 3 * (b @ a).detach()
+    own = {n: p.detach() for n, p in model.named_parameters() if "lora_" not in n and "base_layer" not in n}
+    assert len(weights) == 14 or not weights  # seven linear layers in each of two
+    return own | weights
+
+
 def logits(model):
     with torch.no_grad():
         return model(torch.arange(2, 13)[None]).logits
@@ -61,21 +73,23 @@ def test_a_checkpoint_becomes_a_folder_with_the_same_model(kind, request, tmp_pa
     run_dir, model = request.getfixturevalue(kind)
     for source in (run_dir, run_dir / "checkpoints" / "step-000007"):
         folder = export(source, tmp_path / source.name, None, None)
-        found = AutoModelForCausalLM.from_pretrained(folder)
-        torch.testing.assert_close(logits(found), logits(model.eval()), atol=1e-5, rtol=1e-5)
+        found = AutoModelForCausalLM.from_pretrained(folder).state_dict()
+        for name, tensor in expected(model).items():
+            torch.testing.assert_close(found[name], tensor, atol=1e-6, rtol=1e-5)
         assert AutoTokenizer.from_pretrained(folder).eos_token_id is not None
     assert not list(tmp_path.glob(".*")) and not (tmp_path / "adapter").exists()
 
 
-def test_an_adapter_alone_is_loaded_by_peft(lora):
+def test_an_adapter_alone_is_loaded_by_peft_and_gives_what_the_merged_model_does(lora, tmp_path):
     from peft import PeftModel
     from transformers import AutoModelForCausalLM
 
-    run_dir, model = lora
+    run_dir, _ = lora
     folder = export(run_dir, None, "adapter", None)
     assert folder == run_dir / "export" / "step-000007-adapter"
     base = AutoModelForCausalLM.from_pretrained(run_dir.parent / "start")
-    torch.testing.assert_close(logits(PeftModel.from_pretrained(base, folder)), logits(model.eval()), atol=1e-5, rtol=1e-5)
+    merged = AutoModelForCausalLM.from_pretrained(export(run_dir, tmp_path / "merged", "merged", None))
+    torch.testing.assert_close(logits(PeftModel.from_pretrained(base, folder)), logits(merged), atol=1e-5, rtol=1e-5)
 
 
 def test_what_cannot_be_exported_is_said_in_one_line(full, tmp_path):
