@@ -288,7 +288,8 @@ def _remove_if_unused(folder: Path, begun_at: float) -> None:
     """Hydra makes the run folder before the checks; a refused or dry run leaves none behind."""
     for path in (folder, *folder.parents[:2]):
         try:
-            if path.stat().st_mtime < begun_at - 1 or any(path.iterdir()):
+            is_in_use = path.resolve() in (Path.cwd(), *Path.cwd().parents)
+            if is_in_use or path.stat().st_mtime < begun_at - 1 or any(path.iterdir()):
                 return
             path.rmdir()
         except OSError:
