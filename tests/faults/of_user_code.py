@@ -143,7 +143,7 @@ class Bad:
 
 
 def played(fault: str, folder: Path) -> str:
-    section = dataclasses.replace(Settings(), agent=Agent(time_limit=0.4))
+    section = dataclasses.replace(Settings(), agent=Agent(time_limit=0.4 if fault == "hangs" else 20.0))
     player = AgentPlayer(
         Bad(fault), tokenizer=tokenizer(), settings=section, sampler=Vllm(), max_model_len=MAX_MODEL_LEN, eos_ids=frozenset()
     )
