@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -26,8 +28,21 @@ def prove(
         head = np.zeros_like(head_ids, dtype=np.float32)
         fields = {name: getattr(row, name) for name in row.__dataclass_fields__}
         row = type(row)(**{**fields, "head_ids": head_ids, "head_logprobs": head})
-        with torch.no_grad():
+        with torch.no_grad(), without_dropout(model):
             terms = token_terms(model, DeviceRow.of(row, device), 1.0, want_head=True)
         return terms.head_trainer_logprobs[-len(ids) :].float().cpu().numpy()
 
     return proof.check(trainer_logprobs, version, served_as)
+
+
+@contextlib.contextmanager
+def without_dropout(model: torch.nn.Module) -> Iterator[None]:
+    """As the server computes; and no random number is drawn, so that a resumed run draws those of an uninterrupted one."""
+    active = [m for m in model.modules() if isinstance(m, torch.nn.Dropout) and m.training]
+    for module in active:
+        module.eval()
+    try:
+        yield
+    finally:
+        for module in active:
+            module.train()
