@@ -5,8 +5,9 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from agrpo.model import head
+from agrpo.model import candidates, head
 from agrpo.model.candidates import Kept
 from agrpo.model.head import head_terms
 from agrpo.model.head_torch import Scaling
@@ -150,6 +151,30 @@ def test_a_frozen_head_gets_no_gradient():
     weight.requires_grad_(False)
     head_terms(hidden, weight, None, targets, heads, Scaling(), None)[0].sum().backward()
     assert weight.grad is None and hidden.grad.norm() > 0
+
+
+class Largest(TorchDispatchMode):
+    """Number of elements of the largest tensor that any operation made."""
+
+    elements = 0
+
+    def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
+        made = operation(*args, **(kwargs or {}))
+        tensors = [x for x in (made if isinstance(made, tuple) else (made,)) if isinstance(x, torch.Tensor)]
+        self.elements = max([self.elements, *(x.numel() for x in tensors)])
+        return made
+
+
+@pytest.mark.parametrize("keep", [0, 23], ids=["full", "candidates"])
+def test_logits_of_all_terms_never_exist(keep, monkeypatch):
+    """LOSS-14: nothing is larger than one slice of the logits or than the weight, forward and backward."""
+    monkeypatch.setitem(head.SLICE_LOGITS, "cpu", 1)
+    monkeypatch.setattr(candidates, "_ENTRIES", 1024)
+    leaves, targets, heads, sets = case(torch.float32, terms=211, keep=keep)
+    kept = None if sets is None else Kept.of(sets, "cpu")
+    with Largest() as largest:
+        value(*head_terms(*leaves, targets, heads, SCALINGS["softcap"], kept)[:2]).backward()
+    assert largest.elements <= max(211 * 256, VOCABULARY * HIDDEN) < 211 * VOCABULARY
 
 
 @settings(max_examples=20, deadline=None)
