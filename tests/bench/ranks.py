@@ -1,8 +1,8 @@
 """Two FSDP2 ranks against one on CPU: time and memory of a step, and how long the faster rank would wait for the slower.
 
 Qwen3 architecture, 4 layers, hidden 512, vocabulary 4,096, float32, AdamW, checkpointed, one thread per rank. Both train the
-same two rows a step, planned for two ranks; one rank runs them one after the other. balanced: 16 answers of 64 tokens to 2
-prompts; unbalanced: 16 answers of 4 to 256 tokens. Times are processor seconds of each rank's forward, backward and
+same two rows a step, planned for two ranks; one rank runs them one after the other. balanced: 32 answers of 64 tokens to 8
+prompts; unbalanced: 32 answers of 4 to 256 tokens. Times are processor seconds of each rank's forward, backward and
 update, the median of several steps: a rank that waits for the other uses none, so the idle share of a step is
 1 - mean / largest over the ranks. As a reference, the same samples dealt out in turn instead of planned.
 """
@@ -125,12 +125,12 @@ def _model() -> torch.nn.Module:
 
 
 def _samples(seed: int | None) -> list[Sample]:
-    """16 answers to two prompts of 128 tokens, 8 each: of 64 tokens, or with a seed of 4 to 256."""
+    """32 answers to 8 prompts of 128 tokens, 4 each: of 64 tokens, or with a seed of 4 to 256."""
     rng = np.random.default_rng(seed or 0)
-    prompts, samples = rng.integers(0, _VOCABULARY, (2, 128)), []
-    for index in range(16):
+    prompts, samples = rng.integers(0, _VOCABULARY, (8, 128)), []
+    for index in range(32):
         length = 64 if seed is None else int(2 ** rng.uniform(2, 8))
-        tokens = np.concatenate([prompts[index // 8], rng.integers(0, _VOCABULARY, length)]).astype(np.int32)
+        tokens = np.concatenate([prompts[index // 4], rng.integers(0, _VOCABULARY, length)]).astype(np.int32)
         mask = np.arange(len(tokens)) >= 128
         samples.append(
             Sample(
@@ -142,8 +142,8 @@ def _samples(seed: int | None) -> list[Sample]:
                 head_ids=np.zeros((length, 0), np.int32),
                 head_logprobs=np.zeros((length, 0), np.float32),
                 candidates=None,
-                group_id=index // 8,
-                rollout_index=index % 8,
+                group_id=index // 4,
+                rollout_index=index % 4,
             )
         )
     return samples
