@@ -1,6 +1,7 @@
 """A loopback HTTP server that takes uploads as a Hugging Face hub does: repositories, and commits of small files.
 
-`commits` holds (repository, summary, {path: bytes}) of each commit; `refuses` makes it answer 403.
+`commits` holds (repository, summary, {path: bytes}) of each commit; `refuses` makes it answer 403,
+`refuses_commit` where the summary of a commit ends with it.
 """
 
 from __future__ import annotations
@@ -14,7 +15,8 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 class Hub:
     def __init__(self):
-        self.repositories, self.commits, self.tokens, self.refuses = {}, [], [], False
+        self.repositories, self.commits, self.tokens = {}, [], []
+        self.refuses, self.refuses_commit = False, None
         hub = self
 
         class Handler(BaseHTTPRequestHandler):
@@ -58,6 +60,8 @@ class Hub:
         if match := re.fullmatch(r"/api/models/([\w.-]+/[\w.-]+)/commit/([\w.%-]+)(\?.*)?", path):
             lines = [json.loads(line) for line in body.splitlines() if line]
             header = next(line["value"] for line in lines if line["key"] == "header")
+            if self.refuses_commit is not None and header["summary"].endswith(self.refuses_commit):
+                return 403, {"error": "no right to write"}
             files = {line["value"]["path"]: base64.b64decode(line["value"]["content"]) for line in lines if line["key"] == "file"}
             self.commits.append((match[1], header["summary"], files))
             return 200, {"commitUrl": f"{url}/{match[1]}/commit/{'0' * 40}", "commitOid": "0" * 40}

@@ -9,6 +9,7 @@ import asyncio
 import contextlib
 import dataclasses
 import json
+import re
 import sys
 import time
 from collections.abc import Callable
@@ -138,7 +139,7 @@ async def _rewards(config: Config, tell: Tell) -> None:
                 raise
             except Exception as error:  # a group that cannot be scored is dropped in a run
                 fix = "a run would drop such groups; mend the function, or raise scorer.timeout"
-                tell(Finding("rewards", "fail", f"row {prompt.row_index}: {_short(str(error))}", fix))
+                tell(Finding("rewards", "fail", f"row {prompt.row_index}: {_short(_told(error))}", fix))
                 continue
             tell(_scored(prompt, scored, time.monotonic() - began))
     finally:
@@ -286,6 +287,14 @@ def _longest_prompt(config: Config) -> int:
     lengths = [len(renderer.ids(p.messages)) for p in prompts if p.messages]
     # An environment's first message is not known here, and may be as long as everything the model says.
     return max(lengths, default=0) + (4 * MAX_TOKENS if getattr(config.env, "factory", None) else 0) or MAX_TOKENS
+
+
+def _told(error: Exception) -> str:
+    """The first line of what a worker says of an error, and the line of code that it names last."""
+    text = str(error)
+    frames = re.findall(r'File "(.+)", line (\d+)', text)
+    where = f" ({frames[-1][0]}, line {frames[-1][1]})" if frames else ""
+    return text.partition("\n")[0] + where
 
 
 def _short(text: str, limit: int = SHOWN) -> str:

@@ -43,7 +43,7 @@ def evaluate(job: Job, as_json: bool) -> None:
     config = plan.resolved(config)
     run_dir, ports = Path(config.run.output_dir), plan.Ports.free()
     urls = plan.server_urls(config, ports)
-    with run_folder.prepare(config, job.overrides, ports), _console(config, run_dir, as_json) as console:
+    with run_folder.prepare(config, job.overrides, ports), _console(run_dir, as_json) as console:
         server = Server(
             plan.server_launch(config, run_dir, ports), urls, run_dir,
             timeout_s=config.server.timeout, max_restarts=0, console=console,
@@ -68,8 +68,9 @@ def _without_training(tree: dict[str, Any]) -> dict[str, Any]:
     return {**tree, "model": model, "sync": sync, "run": {**tree["run"], "resume": None}}
 
 
-def _console(config: Config, run_dir: Path, is_quiet: bool) -> Any:
-    return Console(run_dir, max_steps=None, live=False, shows_steps=not is_quiet)
+def _console(run_dir: Path, as_json: bool) -> Console:
+    """Where standard output is the JSON object, what happens meanwhile goes to standard error."""
+    return Console(run_dir, live=False, output=Screen(highlight=False, stderr=True) if as_json else None)
 
 
 def _raise_if_dead(server: Server) -> None:

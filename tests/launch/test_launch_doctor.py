@@ -1,5 +1,6 @@
 """`agrpo doctor` on a real configuration, well and with several faults at once; its estimates by hand."""
 
+import asyncio
 import json
 import os
 import subprocess
@@ -10,7 +11,7 @@ from types import SimpleNamespace as Bag
 import pytest
 
 from agrpo.config import Devices, check, compose
-from agrpo.launch import doctor_host, plan
+from agrpo.launch import doctor_child, doctor_host, plan
 from agrpo.launch.preview import GIB
 
 ROOT = Path(__file__).parents[2]
@@ -22,18 +23,11 @@ class Room:
     def reset(self, **columns):
         raise RuntimeError("no room at the inn")
 
-    def look(self, where: str) -> str:
-        '''Look.
 
-        Args:
-            where: Where to look.
-        '''
-        return where
-
-
-def slow(completions, **columns):
-    print("asking a service that never answers", flush=True)
-    time.sleep(3600)
+class Slow:
+    def reset(self, **columns):
+        print("asking a service that never answers", flush=True)
+        time.sleep(3600)
 
 
 def raises(completions, **columns):
@@ -67,28 +61,30 @@ def test_a_configuration_that_is_well_has_every_part_and_leaves_nothing_behind(t
     assert not (tmp_path / "run").exists()
 
 
-def test_failures_come_with_their_fix_and_hide_no_other(tmp_path):
-    (tmp_path / "broken.py").write_text(BROKEN)
-    arguments = ("+recipe=quickstart", f"run.output_dir={tmp_path}/run", "env.factory=broken.Room", "--no-server", "--limit", "60")
-    code, answer = doctor(tmp_path, *arguments, "scorer.functions=[broken.raises]")
-    rows = by_name(answer)
-    assert code == 4 and not answer["ok"]
-    assert rows["rewards"]["status"] == "fail" and "broken.raises" in rows["rewards"]["found"] + rows["scorer"]["found"]
-    assert rows["rewards"]["fix"].startswith("a run would drop such groups")
-    assert rows["environment"]["status"] == "fail" and "no room at the inn" in rows["environment"]["found"]
-    assert rows["step"]["status"] == "skip" and rows["template"]["status"] in ("ok", "warn")
-
-
-def test_a_part_that_hangs_ends_at_its_limit_and_the_next_goes_on(tmp_path):
+def test_failures_come_with_their_fix_and_a_part_that_hangs_ends_at_its_limit(tmp_path):
     (tmp_path / "broken.py").write_text(BROKEN)
     code, answer = doctor(
-        tmp_path, "+recipe=quickstart", f"run.output_dir={tmp_path}/run", "scorer.functions=[broken.slow]",
-        "scorer.timeout=null", "--no-server", "--limit", "20",
+        tmp_path, "+recipe=quickstart", f"run.output_dir={tmp_path}/run", "scorer.functions=[broken.raises]",
+        "env.factory=broken.Slow", "--no-server", "--limit", "30",
     )  # fmt: skip
     rows = by_name(answer)
-    assert code == 4 and rows["scorer"]["status"] == "ok"
-    assert rows["rewards"]["found"].startswith("not through within 20 s") and "--limit" in rows["rewards"]["fix"]
-    assert rows["tools"]["status"] == "skip"
+    assert code == 4 and not answer["ok"]
+    assert rows["scorer"]["status"] == "ok" and rows["template"]["status"] in ("ok", "warn")
+    line = BROKEN.splitlines().index('    raise KeyError("answer")') + 1
+    said = f": reward function raises raised KeyError: 'answer' ({tmp_path}/broken.py, line {line})"
+    assert rows["rewards"]["status"] == "fail" and rows["rewards"]["found"].endswith(said)
+    assert rows["rewards"]["fix"].startswith("a run would drop such groups")
+    assert rows["tools"]["found"] == "not through within 30 s; the last it said: asking a service that never answers"
+    assert "--limit" in rows["tools"]["fix"] and rows["step"]["status"] == "skip"
+
+
+def test_an_environment_that_cannot_be_reset_is_a_failure(tmp_path, monkeypatch):
+    (tmp_path / "broken.py").write_text(BROKEN)
+    monkeypatch.syspath_prepend(tmp_path)
+    found = []
+    asyncio.run(doctor_child._tools(small("env.factory=broken.Room"), found.append))
+    assert [(f.name, f.status) for f in found] == [("environment", "fail")]
+    assert "no room at the inn" in found[0].found and found[0].fix.startswith("mend the environment")
 
 
 def test_a_refused_configuration_is_one_part_and_every_fault_is_a_row(tmp_path):

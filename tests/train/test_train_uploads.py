@@ -1,4 +1,4 @@
-"""A whole run that uploads its model to a hub on loopback, at every save and at the end, and one whose hub refuses."""
+"""A whole run that uploads its model to a hub on loopback at every save, of which one is refused; uploading at the end."""
 
 import os
 import subprocess
@@ -20,12 +20,16 @@ def hub():
     made.close()
 
 
-def run(folder, hub, *extra):
-    model, data = tiny_qwen3(folder / "model"), tiny_dataset(folder / "data.jsonl")
-    (folder / "odd.py").write_text("def odd(completion_ids, **columns):\n    return [float(sum(i) % 2) for i in completion_ids]\n")
+def environment_of(folder, hub):
     environment = {**os.environ, "HF_ENDPOINT": hub.url, "HF_HUB_DISABLE_XET": "1", "HF_HOME": str(folder / "home")}
     environment["PYTHONPATH"] = os.pathsep.join([str(folder), str(ROOT)])
     environment.pop("HF_HUB_OFFLINE", None)
+    return environment
+
+
+def run(folder, hub, *extra):
+    model, data = tiny_qwen3(folder / "model"), tiny_dataset(folder / "data.jsonl")
+    (folder / "odd.py").write_text("def odd(completion_ids, **columns):\n    return [float(sum(i) % 2) for i in completion_ids]\n")
     return subprocess.run(
         [
             sys.executable, "-m", "agrpo", "train", f"model.path={model}", "data=jsonl", f"data.path={data}",
@@ -33,27 +37,46 @@ def run(folder, hub, *extra):
             "sampler.max_completion_length=5", "packer.token_budget=256", "run.use_cpu=true", "model.precision=no",
             f"run.output_dir={folder}/run", "checkpoint.hub.model_id=me/mine", "checkpoint.hub.token=hf_mine", *extra,
         ],
-        env=environment, cwd=folder, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, timeout=240,
+        env=environment_of(folder, hub), cwd=folder, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, timeout=240,
     )  # fmt: skip
 
 
-def test_every_save_is_uploaded_in_the_background(hub, tmp_path):
+def test_every_save_is_uploaded_in_the_background_and_a_refused_one_ends_nothing(hub, tmp_path):
+    hub.refuses_commit = "step-000001"
     done = run(tmp_path, hub, "checkpoint.hub.push=every_save", "checkpoint.hub.blocking=false", "checkpoint.hub.always_push=true", "checkpoint.save_steps=1")
     assert done.returncode == 0, done.stdout
     # The final save is that of step 2 once more, and is not uploaded again.
-    assert sorted(summary for _, summary, _ in hub.commits) == ["End of training, step-000001", "End of training, step-000002"]
-    weights = {summary: files["model.safetensors"] for _, summary, files in hub.commits}
-    assert len(set(weights.values())) == 2
-    assert weights["End of training, step-000002"] == (tmp_path / "run" / "model" / "model.safetensors").read_bytes()
-    assert not list((tmp_path / "run").glob(".upload/*"))
+    ((repository, summary, files),) = hub.commits
+    assert repository == "me/mine" and summary == "End of training, step-000002"
+    assert files["model.safetensors"] == (tmp_path / "run" / "model" / "model.safetensors").read_bytes()
+    assert not list((tmp_path / "run").glob(".upload/*")) and (tmp_path / "run" / "summary.json").exists()
     assert set(hub.tokens) == {"Bearer hf_mine"}
+    log = (tmp_path / "run" / "logs" / "trainer0.log").read_text()
+    assert log.count("upload to me/mine failed: ") == 1 and "Traceback" not in log
     assert "hf_mine" not in "".join(p.read_text() for p in (tmp_path / "run").rglob("*") if p.suffix in (".log", ".yaml", ".json", ".jsonl"))
 
 
-def test_a_refused_upload_at_the_end_leaves_a_finished_run(hub, tmp_path):
-    hub.refuses = True
-    done = run(tmp_path, hub, "checkpoint.hub.push=end")
-    assert done.returncode == 0, done.stdout
-    log = (tmp_path / "run" / "logs" / "trainer0.log").read_text()
-    assert "upload to me/mine failed: " in log and "Traceback" not in log
-    assert (tmp_path / "run" / "model" / "model.safetensors").exists() and (tmp_path / "run" / "summary.json").exists()
+AT_THE_END = """
+import logging, sys
+from pathlib import Path
+from agrpo.model.hub import Uploads
+from agrpo.sections import Hub
+
+logging.basicConfig(level="INFO", format="%(message)s", stream=sys.stdout)
+uploads = Uploads(Hub(push="end", model_id="me/mine"))
+assert uploads.is_due_at_end and not uploads.is_due_after_save(1)
+uploads.start(Path("model"), "End of training", lambda phase: None)
+uploads.finish(lambda phase: None)
+"""
+
+
+def test_an_upload_at_the_end_keeps_the_folder_whether_or_not_it_is_refused(hub, tmp_path):
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text("{}")
+    for refuses in (False, True):
+        hub.refuses = refuses
+        done = subprocess.run([sys.executable, "-c", AT_THE_END], env=environment_of(tmp_path, hub), cwd=tmp_path, text=True, capture_output=True, timeout=120)
+        assert done.returncode == 0 and "Traceback" not in done.stdout + done.stderr
+        assert ("upload to me/mine failed: " in done.stdout) == refuses and ("uploaded: " in done.stdout) != refuses
+        assert (tmp_path / "model" / "config.json").exists()
+    assert [(summary, files) for _, summary, files in hub.commits] == [("End of training", {"config.json": b"{}"})]
