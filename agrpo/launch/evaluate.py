@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console as Screen
-from rich.table import Table
 
 from agrpo.config import Config
 from agrpo.errors import ConfigError, ServerError, StallError
@@ -20,6 +19,7 @@ from agrpo.launch.processes import stop
 from agrpo.launch.server import Server, weight_label
 from agrpo.lifecycle import write_atomic
 from agrpo.metrics.console import Console
+from agrpo.metrics.live import aligned
 
 if TYPE_CHECKING:
     from agrpo.config.runner import Job
@@ -122,18 +122,14 @@ async def _played(config: Config, urls: tuple[str, ...], server: Server) -> dict
 def show(results: dict[str, dict[str, float]], path: Path) -> None:
     """Each evaluation as a row; the interval is that of a normal approximation over prompts."""
     ks = sorted({int(key.removeprefix("pass_at_")) for r in results.values() for key in r if key.startswith("pass_at_")})
-    table = Table(show_edge=False, pad_edge=False)
-    table.add_column("evaluation")
-    for head in ("reward (95 %)", *(f"pass@{k}" for k in ks), "prompts", "rollouts", "failed", "tokens", "clipped", "s"):
-        table.add_column(head, justify="right")
+    rows = [["evaluation", "reward", "95 %", *(f"pass@{k}" for k in ks), "prompts", "rollouts", "failed", "tokens", "clipped", "s"]]
     for name, r in results.items():
         passed = [_number(r.get(f"pass_at_{k}")) for k in ks]
         counts = [f"{r[key]:.0f}" for key in ("prompts_count", "rollouts_count", "failed_count")]
-        reward = f"{_number(r['reward'])} +- {_number(r['reward_ci95'])}"
-        table.add_row(
-            name, reward, *passed, *counts, f"{r['mean_length']:.1f}", f"{r['clipped_ratio']:.1%}", f"{r['duration_s']:.1f}"
-        )
-    Screen().print(table)
+        lengths = [f"{r['mean_length']:.1f}", f"{r['clipped_ratio']:.1%}", f"{r['duration_s']:.1f}"]
+        rows.append([name, _number(r["reward"]), f"+-{_number(r['reward_ci95'])}", *passed, *counts, *lengths])
+    for line in aligned(rows, "l" + "r" * (len(rows[0]) - 1)):
+        print(line)
     print(f"written to {path}")
 
 
