@@ -18,6 +18,7 @@ from pathlib import Path
 from agrpo import wire
 from agrpo.config import check, compose, save
 from agrpo.config.devices import Devices
+from agrpo.errors import AgrpoError
 from agrpo.ledger import Intervals
 from agrpo.lifecycle import WIRE_PORT, Runtime, told_wire_port
 from agrpo.types import ReadyGroup
@@ -41,7 +42,7 @@ class Feed(threading.Thread):
         self.start()
 
     def run(self) -> None:
-        with contextlib.suppress(wire.WireError, OSError):
+        with contextlib.suppress(AgrpoError, OSError):  # a trainer that ended is the test's to judge
             asyncio.run(self._send())
 
     async def _send(self) -> None:
