@@ -29,6 +29,7 @@ from agrpo.launch.watchdog import Watchdog
 from agrpo.metrics import findings
 from agrpo.metrics.completions import CompletionsTail
 from agrpo.metrics.console import Console
+from agrpo.metrics.summary import written
 
 TRAINER_GRACE_S = 6.0  # for the step in progress, after a failure
 SAVING_GRACE_S = 600.0  # for a checkpoint that is being written
@@ -74,7 +75,7 @@ def supervise(
                 console.close()
                 supervisor.stop_all()
                 raise
-        console.finish(summary, supervisor.written(), verdicts=findings.closing(run_dir))
+        console.finish(summary, written(run_dir), verdicts=findings.closing(run_dir))
         if supervisor.signal is not None:
             raise Interrupted(supervisor.signal)
         return summary
@@ -245,18 +246,6 @@ class Supervisor:
             if time.monotonic() - began > grace:
                 return
             time.sleep(0.1)
-
-    def written(self) -> dict[str, Path]:
-        """What the user will look for, by name."""
-        names = {
-            "model": "model",
-            "summary": "summary.json",
-            "metrics": "metrics.jsonl",
-            "checkpoints": "checkpoints",
-            "configuration": "config.yaml",
-            "logs": "logs",
-        }
-        return {label: self.run_dir / name for label, name in names.items() if (self.run_dir / name).exists()}
 
 
 class MetricsTail:

@@ -51,3 +51,16 @@ def evaluations(records: Sequence[dict[str, Any]]) -> dict[str, dict[str, dict[s
                 point = {"reward": reward, "version": record.get(f"eval/{name}/version"), "step": int(record.get(f"eval/{name}/step", record["step"]))}
                 found.setdefault(name, {"before": point})["after"] = point
     return found
+
+
+def written(run_dir: Path) -> dict[str, Path]:
+    """What a user will look for in a finished run's folder, by name; only what is there."""
+    names = {
+        "model": "model",
+        "summary": "summary.json",
+        "metrics": "metrics.jsonl",
+        "checkpoints": "checkpoints",
+        "configuration": "config.yaml",
+        "logs": "logs",
+    }
+    return {label: run_dir / name for label, name in names.items() if (run_dir / name).exists()}

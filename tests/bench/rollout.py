@@ -81,6 +81,9 @@ class Sink:
     async def send_metrics(self, window: dict[str, Any]) -> None:
         wire.encode(wire.Metrics(window))
 
+    async def send_eval(self, result: wire.EvalResult) -> None:
+        wire.encode(result)
+
 
 class Quiet:
     done: collections.Counter[str] = collections.Counter()
