@@ -59,7 +59,9 @@ def test_interrupted_and_whole_runs_are_bit_equal(tmp_path, server, parts):
     num_steps = len(first.records())
     assert 3 <= num_steps < STEPS
     second = run_to_end(tmp_path / "cut", server, stream, *overrides, "run.resume=auto")
-    assert second.feed.start_state.step == num_steps and second.feed.start_state.ready
+    # The trainer may take a step of the groups that waited before the feed has connected again.
+    assert f"step {num_steps}, version" in second.log.read_text() and second.feed.start_state.step >= num_steps
+    assert int(re.search(r"resumed from .* (\d+) ready groups", second.log.read_text())[1]) > 0
     for one, two in zip(whole.records(), second.records(), strict=True):
         for name in ("step", "loss", "grad_norm", "learning_rate", "num_tokens", "batch/trained_tokens_per_step"):
             assert one[name] == two[name], (one["step"], name)
@@ -117,9 +119,10 @@ class Counting(RolloutLoop):
 def test_ctrl_c_saves_everything_and_a_resumed_run_goes_on_from_it(tmp_path):
     """A whole run: its own exit code, the state of the user's loop, the controller's cap, and every group once."""
     (tmp_path / "counting.py").write_text(LOOP)
-    own = ("rollout.loop=counting.Counting",)
+    own = ("rollout.loop=counting.Counting", "rollout.concurrency.poll_interval=0.5")
     run = Run(tmp_path, "run.max_steps=100000", *own)
     run.await_step(4)
+    run._await(lambda: any("rollout/concurrency_cap" in r for r in run.records()), "look at the server's load")
     run.popen.send_signal(signal.SIGINT)
     code, output = run.end()
     assert code == 130, output

@@ -39,7 +39,9 @@ def assert_complete(run: Path, num_steps: int) -> list[dict]:
     records = records_of(run)
     assert [r["step"] for r in records][:num_steps] == list(range(1, num_steps + 1))
     assert undeclared({name for record in records for name in record}) == []
-    assert metric_list.absent(records) == [] and metric_list.outside(records) == []
+    # Figures that are looked at every few seconds may be missing from a run that is over before.
+    assert num_steps < 3 or metric_list.absent(records) == []
+    assert metric_list.outside(records) == []
     summary = json.loads((run / "summary.json").read_text())
     assert summary["tokens"]["unaccounted"] == 0 < summary["tokens"]["trained"]
     assert summary["global_step"] == num_steps and summary["exit_reason"] == "finished"

@@ -65,7 +65,7 @@ def test_failures_come_with_their_fix_and_a_part_that_hangs_ends_at_its_limit(tm
     (tmp_path / "broken.py").write_text(BROKEN)
     code, answer = doctor(
         tmp_path, "+recipe=quickstart", f"run.output_dir={tmp_path}/run", "scorer.functions=[broken.raises]",
-        "env.factory=broken.Slow", "--no-server", "--limit", "60",
+        "env.factory=broken.Slow", "--no-server", "--limit", "90",
     )  # fmt: skip
     rows = by_name(answer)
     assert code == 4 and not answer["ok"]
@@ -74,7 +74,7 @@ def test_failures_come_with_their_fix_and_a_part_that_hangs_ends_at_its_limit(tm
     said = f": reward function raises raised KeyError: 'answer' ({tmp_path}/broken.py, line {line})"
     assert rows["rewards"]["status"] == "fail" and rows["rewards"]["found"].endswith(said)
     assert rows["rewards"]["fix"].startswith("a run would drop such groups")
-    assert rows["tools"]["found"] == "not through within 60 s; the last it said: asking a service that never answers"
+    assert rows["tools"]["found"] == "not through within 90 s; the last it said: asking a service that never answers"
     assert "--limit" in rows["tools"]["fix"] and rows["step"]["status"] == "skip"
 
 
