@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from agrpo.loss.surrogate import aggregation, clipped, inside, is_clipped, log_ratio, normalization
+from agrpo.loss.surrogate import ClippedSurrogate, clipped, inside, is_clipped, log_ratio
 from agrpo.schema import setting
 
 if TYPE_CHECKING:
@@ -19,14 +19,10 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Decoupled:
+class Decoupled(ClippedSurrogate):
     """PPO clipped around the step's first policy. Choose it for old samples, or for several updates per step."""
 
     epsilon: float = setting(0.2, "lower clip range around the proximal policy", gt=0, lt=1)
-    epsilon_high: float | None = setting(None, "upper clip range; null = epsilon", gt=0)
-    dual_clip: float | None = setting(
-        None, "with a negative advantage the ratio counts at most so much; null = no such bound", gt=1
-    )
     clip_min: float = setting(0.0, "a token with a smaller weight proximal / sampler has no policy term", ge=0, lt=1)
     clip_max: float = setting(5.0, "a token with a larger weight has no policy term", gt=1)
     proximal: str = setting(
@@ -35,19 +31,11 @@ class Decoupled:
         choices=("recompute", "interpolate"),
     )
     updates_per_step: int = setting(1, "optimizer updates per step, each on an equal part of its microbatches", ge=1)
-    aggregation: str = aggregation()
-    normalization: str = normalization()
-
-    wants_head = False
 
     @property
     def wants_proximal(self) -> bool:
         """Whether a forward before the first update is needed: with one update the trained policy is the step's first."""
         return self.proximal == "recompute" and self.updates_per_step > 1
-
-    @property
-    def high(self) -> float:
-        return self.epsilon if self.epsilon_high is None else self.epsilon_high
 
     def __call__(self, terms: TokenTerms) -> torch.Tensor:
         """Loss of each trained token [M]."""

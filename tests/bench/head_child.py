@@ -14,6 +14,8 @@ from pathlib import Path
 
 import torch
 
+from tests.memory import status_bytes
+
 HIDDEN, VOCABULARY, HEADS = 1024, 151_936, 8
 
 
@@ -61,11 +63,6 @@ def _resident() -> int:
     return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
 
 
-def _highest() -> int:
-    line = next(x for x in Path("/proc/self/status").read_text().splitlines() if x.startswith("VmHWM"))
-    return int(line.split()[1]) * 1024
-
-
 def main(kind: str, terms: int) -> None:
     torch.set_num_threads(1)
     head = {"plain": plain, "fused": fused, "fused without heads": fused, "trl": trl}[kind]
@@ -83,7 +80,7 @@ def main(kind: str, terms: int) -> None:
     total(*head(hidden, weight, targets, heads)).backward()
     cpu_s = time.process_time() - started
     gradients = sum(x.grad.numel() * x.grad.element_size() for x in (hidden, weight))
-    print(json.dumps({"cpu_s": cpu_s, "extra_bytes": _highest() - before - gradients}))
+    print(json.dumps({"cpu_s": cpu_s, "extra_bytes": status_bytes("VmHWM") - before - gradients}))
 
 
 if __name__ == "__main__":

@@ -12,7 +12,7 @@ import tempfile
 from typing import Any
 
 from tests.bench.head import measure
-from tests.bench.rollout_trl import open_environment
+from tests.bench.rollout_trl import not_installed, open_environment
 
 TERMS, LIMIT = 2048, 1.0
 
@@ -23,9 +23,7 @@ def run() -> list[dict[str, Any]]:
         try:
             python = open_environment(folder)
         except (subprocess.SubprocessError, OSError) as error:
-            detail = getattr(error, "stderr", None) or str(error)
-            text = f"TRL could not be installed: {detail.strip().splitlines()[-1]}"
-            return [{"bar": "head_trl", "value": None, "unit": "x", "limit": LIMIT, "ok": None, "reason": text}]
+            return not_installed("head_trl", LIMIT, error)
         theirs = measure(python, "trl", TERMS)
     ours = measure(sys.executable, "fused without heads", TERMS)
     ratio, memory = (ours[name] / theirs[name] for name in ("cpu_s", "extra_bytes"))

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from tests.bench.planner import best_time_s, make_samples, plan
-from tests.bench.rollout_trl import RUN_LIMIT_S, open_environment
+from tests.bench.rollout_trl import RUN_LIMIT_S, not_installed, open_environment
 
 SAMPLES, ROUNDS, LIMIT = 64, 3, 50.0
 
@@ -27,9 +27,7 @@ def run() -> list[dict[str, Any]]:
         try:
             python = open_environment(folder)
         except (subprocess.SubprocessError, OSError) as error:
-            detail = getattr(error, "stderr", None) or str(error)
-            text = f"TRL could not be installed: {detail.strip().splitlines()[-1]}"
-            return [{"bar": "planner_trl", "value": None, "unit": "x", "limit": LIMIT, "ok": None, "reason": text}]
+            return not_installed("planner_trl", LIMIT, error)
         samples = make_samples(SAMPLES)
         np.savez(
             Path(folder) / "samples.npz",

@@ -34,6 +34,7 @@ from agrpo.sections import Fsdp, Model, Optimizer
 from agrpo.train.ranks import Work, divide
 from agrpo.train.shares import Sharing
 from agrpo.types import Microbatch, Row, Sample, Step
+from tests.memory import status_bytes
 
 _VOCABULARY, _BUDGET, _REPEATS, _LIMIT_S = 4096, 8192, 3, 900
 
@@ -82,7 +83,7 @@ def _rank(folder: Path, rank: int, world_size: int) -> None:
     torch.set_num_threads(1)
     torch.distributed.init_process_group("gloo", f"file://{folder}/store{world_size}", None, world_size, rank)
     section = Model(path="-", precision="no", fsdp=Fsdp(enabled=world_size > 1))
-    before = _peak()
+    before = status_bytes("VmHWM")
     model = prepare(_model(), section)
     cost = Cost.of_config(model.config)
     shard(model, section, open_mesh(section, "cpu"))
@@ -94,7 +95,7 @@ def _rank(folder: Path, rank: int, world_size: int) -> None:
         work = divide(Step(1, microbatches), Sharing())[rank]
         times = [_step(model, updater, work) for _ in range(_REPEATS)]
         busy[kind] = statistics.median(times)
-    print(json.dumps({"busy_s": busy, "memory": _peak() - before}))
+    print(json.dumps({"busy_s": busy, "memory": status_bytes("VmHWM") - before}))
     torch.distributed.destroy_process_group()
 
 
@@ -105,12 +106,6 @@ def _step(model: torch.nn.Module, updater: Updater, work: Work) -> float:
         updater.backward((loss(terms) * torch.from_numpy(shares)[terms.sample_index]).sum())
     updater.step()
     return time.process_time() - began
-
-
-def _peak() -> int:
-    """Of this process alone: what getrusage tells begins with the parent's peak at the fork."""
-    line = next(x for x in Path("/proc/self/status").read_text().splitlines() if x.startswith("VmHWM"))
-    return int(line.split()[1]) * 1024
 
 
 def _model() -> torch.nn.Module:

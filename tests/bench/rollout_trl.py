@@ -30,9 +30,7 @@ def run() -> list[dict[str, Any]]:
         try:
             python = open_environment(folder)
         except (subprocess.SubprocessError, OSError) as error:
-            detail = getattr(error, "stderr", None) or str(error)
-            text = f"TRL could not be installed: {detail.strip().splitlines()[-1]}"
-            return [{"bar": "rollout_trl", "value": None, "unit": "x", "limit": LIMIT, "ok": None, "reason": text}]
+            return not_installed("rollout_trl", LIMIT, error)
         asyncio.run(produce(url, 8, heads=0))  # connections, imports and caches
         ours, theirs = [], []
         for _ in range(ROUNDS):
@@ -46,6 +44,13 @@ def run() -> list[dict[str, Any]]:
         {"bar": "rollout_trl_trl", "value": round(theirs), "unit": unit, "limit": None, "ok": True},
         {"bar": "rollout_trl", "value": ratio, "unit": "x", "limit": LIMIT, "ok": ratio >= LIMIT},
     ]
+
+
+def not_installed(bar: str, limit: float, error: Exception) -> list[dict[str, Any]]:
+    """A comparison with TRL that could not be made, neither met nor missed."""
+    detail = getattr(error, "stderr", None) or str(error)
+    text = f"TRL could not be installed: {detail.strip().splitlines()[-1]}"
+    return [{"bar": bar, "value": None, "unit": "x", "limit": limit, "ok": None, "reason": text}]
 
 
 def open_environment(kept: str) -> str:

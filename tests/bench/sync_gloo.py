@@ -19,6 +19,8 @@ import urllib.request
 from datetime import timedelta
 from pathlib import Path
 
+from tests.memory import status_bytes
+
 ROOT = Path(__file__).resolve().parents[2]
 ROUNDS, BUCKET_MB = 7, 64
 LIMIT = 2.5
@@ -79,19 +81,12 @@ def _sender(url: str, folder: str, bucket_mb: int):
 def _extra_memory(sender, tensors: dict) -> float:
     """Highest resident size during a sync above the one before, in buckets; every tensor is gathered into new memory."""
     sender.send([(n, t) for n, t in list(tensors.items())[:3]], 1, lambda: None)  # connections and threads exist
-    before = _status("VmRSS")
+    before = status_bytes("VmRSS")
     Path("/proc/self/clear_refs").write_text("5")  # the highest size starts anew
     sender.send(((n, t.detach().clone()) for n, t in tensors.items()), 2, lambda: None)
-    extra = _status("VmHWM") - before
+    extra = status_bytes("VmHWM") - before
     sender.close()
     return extra / (BUCKET_MB * 1024 * 1024)
-
-
-def _status(field: str) -> int:
-    for line in Path("/proc/self/status").read_text().splitlines():
-        if line.startswith(field + ":"):
-            return int(line.split()[1]) * 1024
-    raise KeyError(field)
 
 
 @contextlib.contextmanager

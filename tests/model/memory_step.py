@@ -3,7 +3,6 @@
 import gc
 import json
 import sys
-from pathlib import Path
 
 import numpy as np
 import torch
@@ -17,6 +16,7 @@ from agrpo.model.optim import Updater
 from agrpo.model.shard import shard
 from agrpo.model.terms import DeviceRow, sequence_row, token_terms
 from agrpo.sections import Model, Optimizer
+from tests.memory import status_bytes
 
 SHAPE = dict(vocab_size=8191, hidden_size=384, intermediate_size=1024, num_hidden_layers=6, num_attention_heads=6,
              num_key_value_heads=2, head_dim=64, tie_word_embeddings=False)  # fmt: skip
@@ -24,12 +24,6 @@ CASES = {
     "plain": (Model(path="-", precision="no", gradient_checkpointing=False), 1999),
     "checkpointed": (Model(path="-", precision="no", gradient_checkpointing=True), 2999),
 }
-
-
-def peak() -> int:
-    """Of this process alone: the peak that getrusage tells begins with the parent's at the fork."""
-    line = next(x for x in Path("/proc/self/status").read_text().splitlines() if x.startswith("VmHWM"))
-    return int(line.split()[1]) * 1024
 
 
 def step(section: Model, tokens: int) -> None:
@@ -53,12 +47,12 @@ def main(kind: str) -> None:
     step(section, 7)
     SHAPE.update(size)
     gc.collect()
-    before = peak()
+    before = status_bytes("VmHWM")
     step(section, tokens)
     num_parameters = 2 * 8191 * 384 + 6 * (384 * 64 * 16 + 3 * 384 * 1024)
     expected = estimate(section, SHAPE, num_parameters=num_parameters, num_ranks=1, row_tokens=tokens, device="cpu")
     print(
-        json.dumps({"real": peak() - before, "expected": expected.peak, "state": expected.state + expected.gradients})
+        json.dumps({"real": status_bytes("VmHWM") - before, "expected": expected.peak, "state": expected.state + expected.gradients})
     )
 
 
