@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
@@ -85,6 +86,7 @@ def _write_merged(checkpoint: Path, config: Config, path: Path) -> None:
     from agrpo.model import checkpoint as checkpoints
     from agrpo.model.load import load_model, load_tokenizer
 
-    model = load_model(config.model, "cpu")
+    # Nothing is forwarded here, so a back end that needs a GPU is no hindrance.
+    model = load_model(dataclasses.replace(config.model, attention_backend="auto"), "cpu")
     checkpoints.restore_weights(checkpoint, model)
     checkpoints.export_merged(model, load_tokenizer(config.model), path, checkpoints.export_dtype(config.model))

@@ -6,7 +6,6 @@ The model's decoder layers hand the row's `TreePlan` through as the keyword `tre
 from __future__ import annotations
 
 import functools
-import logging
 from typing import Any
 
 import torch
@@ -20,7 +19,6 @@ from agrpo.model.plan import TreePlan
 
 NAME = "agrpo_tree"  # the implementation that chooses; `implementation` gives those of one back end
 BACKENDS: dict[str, Backend] = {b.name: b for b in (Rectangles(), Sdpa(), Varlen(), Flex(), *HUB)}
-_log = logging.getLogger(__name__)
 
 
 def implementation(backend: str = "auto") -> str:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
+from agrpo.model.plan import on_device
 from agrpo.types import Ragged
 
 if TYPE_CHECKING:
@@ -36,8 +37,7 @@ class Kept:
         keys = np.unique(_key(terms, sets.values.astype(np.int64)))
         terms, ids = keys >> 32, keys & 0xFFFFFFFF
         by_id = np.argsort(ids, kind="stable")
-        on_device = (torch.from_numpy(x).to(device, non_blocking=True) for x in (ids, terms, by_id))
-        return Kept(*on_device, ids[by_id])
+        return Kept(*(on_device(x, torch.device(device)) for x in (ids, terms, by_id)), ids[by_id])
 
     def between(self, first: int, last: int) -> tuple[int, int]:
         """The range of `by_id` whose ids are first to last - 1."""

@@ -21,17 +21,15 @@ OLDEST_TRANSFORMERS = (5, 2, 0)
 _log = logging.getLogger(__name__)
 
 
-def load_model(section: Any, device: torch.device | str) -> torch.nn.Module:
+def load_model(
+    section: Any, device: torch.device | str, runs_on: torch.device | str | None = None
+) -> torch.nn.Module:
     """The model of the `model` section on `device`, in training mode; parameters outside its text model are frozen.
 
-    Raises ConfigError, one line, for what cannot be loaded or trained exactly (MODEL-1, MODEL-2, COMPAT-5, 10, 11).
+    `runs_on` is where it will be forwarded, by default `device`. Raises ConfigError, one line, for what cannot be loaded
+    or trained exactly (MODEL-1, MODEL-2, COMPAT-5, 10, 11).
     """
-    require_transformers(transformers.__version__)
-    attention.register()
-    if section.tf32 is not None:
-        torch.backends.cuda.matmul.allow_tf32 = section.tf32
-    config = load_config(section)
-    refuse_config(config)
+    config = _opened(section)
     kwargs = {"dtype": section.dtype, **_source(section), **section.init_kwargs}
     kwargs["attn_implementation"] = attention.implementation(section.attention_backend)
     loader = _loader(config)
@@ -41,7 +39,7 @@ def load_model(section: Any, device: torch.device | str) -> torch.nn.Module:
         raise ConfigError(f"model.path: {section.path} cannot be loaded: {first_line(error)}") from error
     refuse_model(model)
     compute = COMPUTE_DTYPES[section.precision] or model.dtype
-    for line in attention.check(config.get_text_config(), section.attention_backend, device, compute):
+    for line in attention.check(config.get_text_config(), section.attention_backend, runs_on or device, compute):
         _log.info("attention, %s", line)
     if "gguf_file" in section.init_kwargs:
         # The loader leaves marks of the file's quantization; the weights are dequantized and saved like any others.
@@ -52,16 +50,24 @@ def load_model(section: Any, device: torch.device | str) -> torch.nn.Module:
 
 def skeleton(section: Any) -> torch.nn.Module:
     """As `load_model`, without storage and values; raises ConfigError for what the configuration alone refuses."""
-    require_transformers(transformers.__version__)
-    attention.register()
-    config = load_config(section)
-    refuse_config(config)
-    kwargs = {"attn_implementation": attention.NAME, **_source(section)}
+    config = _opened(section)
+    kwargs = {"attn_implementation": attention.implementation(section.attention_backend), **_source(section)}
     if section.dtype != "auto":
         kwargs["dtype"] = getattr(torch, section.dtype)
     with torch.device("meta"):
         model = _loader(config).from_config(config, **kwargs)
         return prepare(model, section)
+
+
+def _opened(section: Any) -> Any:
+    """The configuration of a model that can be trained here; sets what holds for the whole process."""
+    require_transformers(transformers.__version__)
+    attention.register()
+    if section.tf32 is not None:
+        torch.backends.cuda.matmul.allow_tf32 = section.tf32
+    config = load_config(section)
+    refuse_config(config)
+    return config
 
 
 def prepare(model: torch.nn.Module, section: Any) -> torch.nn.Module:

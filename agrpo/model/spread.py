@@ -25,7 +25,7 @@ def open_model(section: Any, device: torch.device | str) -> torch.nn.Module:
         shard(model, section, mesh)
         return model
     is_source = dist.get_rank() == 0
-    model = load_model(section, "cpu") if is_source else skeleton(section)
+    model = load_model(section, "cpu", runs_on=device) if is_source else skeleton(section)
     whole = [t.detach() for _, _, t in _places(model)]
     _agree_on_dtypes(model, whole)
     groups = _tied(model)

@@ -41,6 +41,26 @@ def test_dtype_of_the_section_and_of_init_kwargs_which_wins(folder):
     assert load.load_model(Model(path=str(folder), init_kwargs={"dtype": "float16"}), "cpu").dtype is torch.float16
 
 
+def test_every_rank_builds_the_model_with_the_same_back_end_and_precision(folder):
+    section, before = Model(path=str(folder), attention_backend="sdpa", tf32=True), torch.backends.cuda.matmul.allow_tf32
+    try:
+        read = load.load_model(section, "cpu")
+        torch.backends.cuda.matmul.allow_tf32 = False
+        built = load.skeleton(section)
+        assert torch.backends.cuda.matmul.allow_tf32
+    finally:
+        torch.backends.cuda.matmul.allow_tf32 = before
+    assert built.config._attn_implementation == read.config._attn_implementation == "agrpo_tree_sdpa"
+
+
+def test_a_back_end_is_checked_where_the_model_will_run(folder):
+    section = Model(path=str(folder), attention_backend="varlen")
+    with pytest.raises(ConfigError, match="GPU"):
+        load.load_model(section, "cpu")
+    with pytest.raises(ConfigError, match="GPU"):
+        load.load_model(section, "meta", runs_on="cpu")
+
+
 def test_bfloat16_weights_without_sharding_stay_and_warn(folder, caplog):
     section = Model(path=str(folder), dtype="bfloat16", precision="bf16")
     model = load.load_model(section, "cpu")
