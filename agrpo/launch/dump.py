@@ -78,5 +78,5 @@ def _of_process(process: psutil.Process) -> dict[str, Any]:
     names = ["pid", "ppid", "cmdline", "status", "num_threads", "num_fds", "memory_info", "cpu_times"]
     with contextlib.suppress(psutil.Error):
         facts = {k: getattr(v, "_asdict", lambda v=v: v)() for k, v in process.as_dict(names).items()}
-        return {**facts, "cmdline": facts["cmdline"][:NUM_ARGUMENTS]}
+        return {**facts, "cmdline": (facts["cmdline"] or [])[:NUM_ARGUMENTS]}  # a zombie has none
     return {"pid": process.pid}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import math
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -78,7 +79,7 @@ def _raise_if_dead(server: Server) -> None:
         raise diagnosis.died(server.child, [server.child], "")
 
 
-async def _played(config: Config, urls: tuple[str, ...], server: Server) -> dict[str, dict[str, float]]:
+async def _played(config: Config, urls: tuple[str, ...], server: Server) -> dict[str, dict[str, float | None]]:
     """Name -> figures, each of the one version that the server says it has."""
     from agrpo.rollout import __main__ as rollout
 
@@ -94,7 +95,8 @@ async def _played(config: Config, urls: tuple[str, ...], server: Server) -> dict
     async def keep(name: str, result: dict[str, float]) -> None:
         if not result:
             raise ServerError(f"evaluation {name}: the weights of {urls[0]} changed meanwhile; evaluate again when no run uses it")
-        results[name] = {key: value for key, value in result.items() if key != "version"}
+        # JSON has no NaN, such as the interval of a single prompt's mean.
+        results[name] = {k: v if math.isfinite(v) else None for k, v in result.items() if k != "version"}
 
     async def watch() -> None:
         limit = config.rollout.progress_timeout or float("inf")

@@ -68,8 +68,10 @@ def supervise(
                 summary = supervisor.finish()
             except StallError as stall:
                 console.close()
-                folder = dump(run_dir, supervisor.children)
-                supervisor.stop_all()
+                try:
+                    folder = dump(run_dir, supervisor.children)
+                finally:
+                    supervisor.stop_all()
                 raise StallError(f"{stall}\nStacks, logs and states of all processes: {folder}") from stall
             except BaseException:
                 console.close()

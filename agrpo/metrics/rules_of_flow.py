@@ -133,7 +133,7 @@ def slow_sync(h: History) -> Finding | None:
 def stale(h: History) -> Finding | None:
     """Samples that were generated and then too old to train."""
     dropped = h.total("sample/dropped_stale_count")
-    trained = sum(h.values("batch/samples_per_step"))
+    trained = sum(h.values("batch/samples_per_step")) * h.setting("logger.logging_steps", 1)  # a record has its steps' mean
     if not dropped or dropped / (dropped + trained) < STALE:
         return None
     return Finding(

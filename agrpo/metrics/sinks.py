@@ -7,7 +7,7 @@ import importlib.util
 import json
 import logging
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -118,18 +118,21 @@ class Jsonl:
 
 def read_records(run_dir: Path) -> list[dict[str, Any]]:
     """The records of a run so far, without a half-written last line; [] before the first."""
-    path = Path(run_dir) / FILE_NAME
+    return [record for record in read_lines(Path(run_dir) / FILE_NAME) if "step" in record]
+
+
+def read_lines(path: Path) -> Iterator[dict[str, Any]]:
+    """The objects of a JSONL file, without lines that a killed process left half-written; none where it is not there."""
     if not path.exists():
-        return []
-    records = []
-    for line in path.read_text().splitlines():
-        try:
-            record = json.loads(line)
-        except ValueError:
-            continue
-        if isinstance(record, dict) and "step" in record:
-            records.append(record)
-    return records
+        return
+    with path.open(encoding="utf-8", errors="replace") as file:
+        for line in file:
+            try:
+                found = json.loads(line)
+            except ValueError:
+                continue
+            if isinstance(found, dict):
+                yield found
 
 
 class Guarded:

@@ -93,7 +93,8 @@ def _one(run: RunFiles, is_one_of_many: bool) -> str:
 
 def _facts(run: RunFiles) -> str:
     steps = run.steps
-    seconds = sum(r["perf/step_s"] for r in steps)
+    per_record = run.settings.get("logger", {}).get("logging_steps", 1)  # a record has its steps' mean
+    seconds = sum(r["perf/step_s"] for r in steps) * per_record
     end = run.summary.get("exit_reason") or ("running" if run.is_active else "ended without a summary")
     facts = {
         "folder": str(run.folder), "ended": end, "steps": steps[-1]["step"] if steps else 0,

@@ -6,7 +6,6 @@ The trajectory dump has everything; `completions.jsonl` has messages and rewards
 from __future__ import annotations
 
 import dataclasses
-import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +15,7 @@ import numpy as np
 import yaml
 
 from agrpo.errors import ConfigError
+from agrpo.metrics.sinks import read_lines
 from agrpo.train.trace import row_digest
 
 _SWITCH_ON = "rollout.dump_to_file=true rollout.fileroot=FOLDER"
@@ -82,16 +82,8 @@ def _dumped(folder: Path) -> Iterator[Record]:
         versions = (p for p in (folder / scope).glob("*") if p.name.isdigit())
         for version in sorted(versions, key=lambda p: int(p.name)):
             for path in sorted(version.glob("*.jsonl"), key=lambda p: int(p.stem)):
-                for line in _lines(path):
+                for line in read_lines(path):
                     yield Record(line, scope, int(version.name))
-
-
-def _lines(path: Path) -> Iterator[dict[str, Any]]:
-    """Whole lines only: the last one may be being written."""
-    with path.open(encoding="utf-8") as file:
-        for line in file:
-            if line.endswith("\n"):
-                yield json.loads(line)
 
 
 def _with_trained(records: list[Record], run: Path) -> list[Record]:
@@ -99,7 +91,7 @@ def _with_trained(records: list[Record], run: Path) -> list[Record]:
     trained = {
         (line["task_id"], line["rollout_id"], line["row"]): line
         for path in sorted((run / "trained").glob("rank-*.jsonl"))
-        for line in _lines(path)
+        for line in read_lines(path)
     }
     found = []
     for record in records:
@@ -121,7 +113,7 @@ def loss_mask(fields: dict[str, Any]) -> np.ndarray:
 
 def _completions(path: Path) -> Iterator[Record]:
     slots: dict[int, int] = {}
-    for line in _lines(path):
+    for line in read_lines(path):
         slot = slots[line["group"]] = slots.get(line["group"], -1) + 1
         rewards = line["rewards"]
         given = [v for v in rewards.values() if v is not None]

@@ -11,7 +11,7 @@ from typing import Any
 import yaml
 
 from agrpo.errors import ConfigError
-from agrpo.metrics.sinks import read_records
+from agrpo.metrics.sinks import read_lines, read_records
 from agrpo.metrics.summary import FILE_NAME
 
 _DEPTH = 4  # folders between a sweep's folder, or `runs`, and a run in it
@@ -37,8 +37,7 @@ class RunFiles:
         """Process -> what it did, oldest first: {"what", "start", "end"}, seconds since the epoch."""
         found = {}
         for path in sorted((self.folder / "timeline").glob("*.jsonl")):
-            spans = [json.loads(line) for line in path.read_text().splitlines(keepends=True) if line.endswith("\n")]
-            found[path.stem] = sorted(spans, key=lambda s: s["start"])
+            found[path.stem] = sorted(read_lines(path), key=lambda s: s["start"])
         return found
 
     @property

@@ -143,20 +143,19 @@ def checkpoint_tensors(model: torch.nn.Module) -> dict[str, torch.Tensor]:
         if list(revert_weight_conversion(model, {name: meta})) == [name]:
             found[name] = tensor
             continue
-        places = torch.arange(tensor.numel()).view(tensor.shape)
-        for own, part in revert_weight_conversion(model, {name: places}).items():
-            found[own] = _view(tensor.detach(), part, own)
+        flat = torch.arange(tensor.numel())
+        for own, part in revert_weight_conversion(model, {name: flat.view(tensor.shape).clone()}).items():
+            found[own] = _view(tensor.detach(), flat, part, own)
     return found
 
 
-def _view(tensor: torch.Tensor, places: torch.Tensor, name: str) -> torch.Tensor:
-    """The view of a contiguous tensor whose elements lie at these flat `places`."""
+def _view(tensor: torch.Tensor, flat: torch.Tensor, places: torch.Tensor, name: str) -> torch.Tensor:
+    """The view of a contiguous tensor whose elements lie at these `places` of `flat`, its elements' numbers."""
     first = places[(0,) * places.ndim]
     steps = [
         int(places.select(dim, 1)[(0,) * (places.ndim - 1)] - first) if n > 1 else 0
         for dim, n in enumerate(places.shape)
     ]
-    flat = torch.arange(tensor.numel())
     if not torch.equal(flat.as_strided(places.shape, steps, int(first)), places):
         raise WeightError(f"the embedded server cannot receive {name}: its memory is not a view; use server=vllm")
     return tensor.as_strided(places.shape, steps, int(first))

@@ -36,7 +36,7 @@ class NoCallbacks:
     def take_save(self) -> bool:
         return False
 
-    def state_dicts(self) -> dict[str, Any]:
+    def kept_states(self) -> dict[str, Any]:
         return {}
 
 
@@ -113,6 +113,14 @@ class Callbacks:
                 found[path] = _calling(path, "state_dict", callback.state_dict)
                 _calling(path, "state_dict, which must give what JSON can hold,", json.dumps, found[path])
         return found
+
+    def kept_states(self) -> dict[str, Any]:
+        """`state_dicts`, or {} where one fails: the checkpoint is written first, and the next event raises on all ranks."""
+        try:
+            return self.state_dicts()
+        except ContractError as error:
+            self._fault = self._fault or error
+            return {}
 
 
 def open_callbacks(config: Any, ranks: Any, state_dicts: dict[str, Any], **shared: Any) -> Callbacks | NoCallbacks:

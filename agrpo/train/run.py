@@ -261,7 +261,7 @@ class TrainRun:
         self.life.beat("saving a checkpoint", step=self.progress.step)
         self.progress.version, self.progress.is_synced = self.trainer.version, self.trainer.is_synced
         folder = checkpoints.folder_of(self.run_dir / "checkpoints", self.progress.step)
-        self.progress.callbacks = self.callbacks.state_dicts()
+        self.progress.callbacks = self.callbacks.kept_states()
         fed = self.feeder.state() if self.ranks.is_first else None
         save(folder, self.model, self.updater, self.config.checkpoint, self.progress, fed, self.fingerprint)
         if self.uploads.is_due_after_save(self.progress.step):

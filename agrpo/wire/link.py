@@ -91,18 +91,18 @@ async def connect(host: str, port: int | Callable[[], int | None], key: str, tim
 
     `port` may be asked for again and again: None until it is known.
     """
-    deadline = time.monotonic() + timeout_s
+    deadline, refused = time.monotonic() + timeout_s, None
     while True:
         number = port if isinstance(port, int) else port()
         try:
             if number is not None:
                 reader, writer = await asyncio.open_connection(host, number, limit=1 << 22)
                 break
-        except OSError:
-            pass
+        except OSError as error:
+            refused = error
         if time.monotonic() > deadline:
             place = f"{host}:{number}" if number else host
-            raise StallError(f"waited {timeout_s:.0f} s for the trainer to listen on {place}")
+            raise StallError(f"waited {timeout_s:.0f} s for the trainer to listen on {place}") from refused
         await asyncio.sleep(0.1)
     link = Link(reader, writer)
     try:

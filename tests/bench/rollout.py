@@ -81,8 +81,8 @@ class Sink:
     async def send_metrics(self, window: dict[str, Any]) -> None:
         wire.encode(wire.Metrics(window))
 
-    async def send_eval(self, result: wire.EvalResult) -> None:
-        wire.encode(result)
+    async def send_eval(self, name: str, result: dict[str, float]) -> None:
+        wire.encode(wire.EvalResult(name, result))
 
 
 class Quiet:

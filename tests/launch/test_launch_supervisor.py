@@ -12,6 +12,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from agrpo.launch import dump
 from agrpo.launch.processes import Child, Launch, free_ports, kill
 from agrpo.launch.server import Server, last_words
 from agrpo.launch.supervisor import MetricsTail
@@ -292,3 +293,14 @@ def test_metrics_tail_gives_complete_lines_once(tmp_path):
         file.flush()
         assert tail.new_records() == [{"step": 3}]
         assert tail.new_records() == []
+
+
+def test_a_process_that_has_ended_unreaped_can_be_told_of():
+    process = subprocess.Popen([sys.executable, "-c", ""])
+    deadline = time.monotonic() + 20
+    while psutil.Process(process.pid).status() != psutil.STATUS_ZOMBIE:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    facts = dump._of_process(psutil.Process(process.pid))
+    process.wait()
+    assert facts["status"] == "zombie" and facts["cmdline"] == []

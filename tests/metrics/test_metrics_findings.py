@@ -154,6 +154,12 @@ def test_at_staleness_zero_the_difference_is_mismatch():
     assert found(settings=young, **gap)["mismatch"].level == "warning" and "mismatch" not in found(**gap)
 
 
+def test_samples_dropped_as_stale_are_a_share_of_all_steps_of_a_record():
+    changed = {"sample__dropped_stale_count": 6, "batch__samples_per_step": 100}
+    assert "stale" in found(**changed)
+    assert "stale" not in found(settings={**SETTINGS, "logger": {"logging_steps": 10}}, **changed)
+
+
 def test_figures_are_those_of_the_last_ten_records_and_not_of_the_first():
     waiting = found(num=30, perf__rollout_wait_s=lambda i: 100.0 if i == 0 else 5.0 if i >= 20 else 0.0)
     assert "waits 5.00 s of each 10.00 s step (50 %)" in waiting["generation-bound"].text

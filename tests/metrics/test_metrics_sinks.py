@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from agrpo.errors import ConfigError
-from agrpo.metrics.sinks import open_sinks, problems, read_records
+from agrpo.metrics.sinks import open_sinks, problems, read_lines, read_records
 from agrpo.metrics.summary import read_summary, write_summary
 
 ROOT = Path(__file__).parents[2]
@@ -249,3 +249,10 @@ def test_summary_holds_the_last_values_and_each_evaluation_before_and_after(tmp_
 
 def test_run_without_records_has_an_empty_summary(tmp_path):
     assert write_summary(tmp_path, "error")["global_step"] == 0 and read_records(tmp_path) == []
+
+
+def test_lines_that_a_killed_process_left_are_passed_over(tmp_path):
+    path = tmp_path / "spans.jsonl"
+    path.write_bytes(b'{"start": 1}\n{"start": 2, "wh{"start": 3}\n7\n{"start": 4}\n{"start": 5, "what": "\xc3')
+    assert [span["start"] for span in read_lines(path)] == [1, 4]
+    assert list(read_lines(tmp_path / "none.jsonl")) == []

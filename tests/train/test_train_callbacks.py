@@ -79,6 +79,10 @@ def test_a_state_goes_into_the_checkpoint_and_comes_back():
     assert resumed.state_dicts() == {PLACE + "Counter": {"count": 6}}
     with pytest.raises(ContractError, match=r"Set, state_dict, which must give what JSON can hold, raised TypeError"):
         make("Set").state_dicts()
+    broken = make("Set")
+    assert broken.kept_states() == {}  # the checkpoint comes first
+    with pytest.raises(ContractError, match="Set, state_dict"):
+        broken.call("on_save", 1)
 
 
 def test_an_error_is_named_where_all_ranks_meet():
