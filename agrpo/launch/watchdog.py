@@ -36,24 +36,26 @@ class Watchdog:
         self._progress_at = time.monotonic()
 
     def look(self, trainers: Sequence[Child], rollout: Child | None, children: list[Child]) -> None:
-        for child in trainers:
-            self._look_at(child, *self._rank_limit, children)
-        if rollout is not None and (rollout.beat() or {}).get("phase") != CONNECTING:
-            self._look_at(rollout, *self._rollout_limit, children)
-        if rollout is not None:
-            self._look_at_all(trainers, rollout, children)
+        beats = [child.beat() for child in trainers]
+        for child, beat in zip(trainers, beats, strict=True):
+            self._look_at(child, beat, *self._rank_limit, children)
+        if rollout is None:
+            return
+        beats.append(rollout.beat())
+        if (beats[-1] or {}).get("phase") != CONNECTING:
+            self._look_at(rollout, beats[-1], *self._rollout_limit, children)
+        self._look_at_all([beat or {} for beat in beats], children)
 
-    def _look_at(self, child: Child, limit: float, key: str, children: list[Child]) -> None:
+    def _look_at(self, child: Child, beat: dict[str, Any] | None, limit: float, key: str, children: list[Child]) -> None:
         if child.code is not None:
             return
-        beat = child.beat()
         silent_s = time.monotonic() - (beat["at"] if beat else child.started_at)
         allowed = limit if beat and beat["phase"] != "starting" else max(limit, STARTUP_S)
         if silent_s > allowed:
             raise diagnosis.silent(child, silent_s, allowed, key, children)
 
-    def _look_at_all(self, trainers: Sequence[Child], rollout: Child, children: list[Child]) -> None:
-        now, beats = time.monotonic(), [child.beat() or {} for child in (*trainers, rollout)]
+    def _look_at_all(self, beats: list[dict[str, Any]], children: list[Child]) -> None:
+        now = time.monotonic()
         for name in DONE:
             count = sum(beat.get("done", {}).get(name, 0) for beat in beats)
             if count != self._counts.get(name):

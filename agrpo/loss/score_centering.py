@@ -11,7 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from agrpo.loss.surrogate import aggregation, normalization
+from agrpo.loss.surrogate import aggregation, inside, log_ratio, normalization
 from agrpo.schema import setting
 
 if TYPE_CHECKING:
@@ -42,7 +42,7 @@ class ScoreCentering:
 
     def __call__(self, terms: TokenTerms) -> torch.Tensor:
         """Loss of each trained token [M]: a surrogate with the exact gradient; ratios and coefficients are detached."""
-        ratio = (terms.trainer_logprobs.detach() - terms.sampler_logprobs).exp()
+        ratio = log_ratio(terms).detach().exp()
         present, coefficients = self._coefficients(terms)
         # Absent tokens have log-prob -inf, and -inf times a coefficient of 0 is NaN: they are replaced.
         head = terms.head_trainer_logprobs.where(present, terms.head_trainer_logprobs.new_zeros(()))
@@ -54,7 +54,7 @@ class ScoreCentering:
 
         The clip counts ignore the sign of the advantage: nothing is clipped here (MET-clip_ratio).
         """
-        ratio = (terms.trainer_logprobs.detach() - terms.sampler_logprobs).exp()
+        ratio = log_ratio(terms).detach().exp()
         high = self.epsilon if self.epsilon_high is None else self.epsilon_high
         present, _, sampler, trainer = self._head(terms)
         figures = {
@@ -71,7 +71,7 @@ class ScoreCentering:
 
     def _band(self, ratio: torch.Tensor) -> torch.Tensor:
         """f(r): the ratio inside the range of LOSS-2, else 0."""
-        return ratio.where((ratio >= self.clip_min) & (ratio <= self.clip_max), ratio.new_zeros(()))
+        return ratio.where(inside(ratio, self.clip_min, self.clip_max), ratio.new_zeros(()))
 
     def _head(self, terms: TokenTerms) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
         """Presence, ratios, and sampler's and trainer's probabilities of the head, each [M, K], 0 where absent."""

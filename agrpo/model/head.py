@@ -15,8 +15,8 @@ import torch
 from agrpo.model import head_torch
 from agrpo.model.candidates import Kept
 from agrpo.model.head_torch import Scaling
+from agrpo.model.memory import SLICE_LOGITS
 
-SLICE_LOGITS = {"cpu": 1 << 22, "cuda": 1 << 24}  # logits of one slice: 16 MiB in float32 stay in a processor's cache
 _LEAST_WIDTH = 256  # of a slice; products of narrower ones are slow
 
 

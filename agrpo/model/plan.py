@@ -75,6 +75,10 @@ class TreePlan:
         self.depth_starts: np.ndarray = depth_starts  # [S] int64, depth of each segment's first token
         self.subtree_ends: np.ndarray = subtree_ends  # [S] int64, end of the last descendant
         self._kept: dict[Hashable, Any] = {}
+        paths = depth_starts + ends - starts
+        self.longest_path = int(paths.max(initial=0))
+        # Keys gathered along all paths per token of the row, 1 where nothing is shared.
+        self.copies = float(paths.sum() / max(1, ends[-1])) if len(ends) else 1.0
 
     @staticmethod
     def of(starts: np.ndarray, ends: np.ndarray, parents: np.ndarray, depths: torch.Tensor) -> TreePlan:
@@ -101,9 +105,7 @@ class TreePlan:
 
     def effective_window(self, window: int | None) -> int | None:
         """The sliding window of `window` keys, the query's own included; None where no path is longer."""
-        if window is None or len(self.ends) == 0:
-            return None
-        return window if window < (self.depth_starts + self.ends - self.starts).max() else None
+        return window if window is not None and window < self.longest_path else None
 
     @property
     def host_depths(self) -> np.ndarray:
@@ -115,11 +117,6 @@ class TreePlan:
     def last_queries(self) -> np.ndarray:
         """[N] int32, end of the queries that can see each token: that of its segment's subtree."""
         return np.repeat(self.subtree_ends, self.ends - self.starts).astype(np.int32)
-
-    @property
-    def copies(self) -> float:
-        """Keys gathered along all paths per token of the row, 1 where nothing is shared."""
-        return float((self.depth_starts + self.ends - self.starts).sum() / max(1, self.ends[-1]))
 
     @property
     def paths(self) -> Paths:

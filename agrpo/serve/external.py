@@ -48,6 +48,6 @@ class External:
             parts = urlsplit(url)
             is_local = parts.hostname in ("localhost", "127.0.0.1", "::1")
             port, host = parts.port or (443 if parts.scheme == "https" else 80), "127.0.0.1" if is_local else "0.0.0.0"
-            command = server_command(settings, config, run_dir, port, num_gpus, python, host)
+            command = server_command(settings, config, port, num_gpus, python, host)
             commands.append(replace(command, url=url))
         return commands

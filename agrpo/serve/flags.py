@@ -59,7 +59,7 @@ class ServerCommand:
 
 
 def server_command(
-    server: Any, config: Any, run_dir: Path, port: int, num_gpus: int, program: str, host: str = "127.0.0.1"
+    server: Any, config: Any, port: int, num_gpus: int, program: str, host: str = "127.0.0.1"
 ) -> ServerCommand:
     """The command of one server; `server` holds the settings of server=vllm, `program` is the Python that has vllm.
 
@@ -76,7 +76,7 @@ def server_command(
     is_multi = int(planned["--api-server-count"][1]) > 1
     start = ["-m", MULTI_MODULE, "serve", model] if is_multi else ["-m", MODULE, "--model", model]
     url = f"http://{host}:{planned['--port'][1]}"
-    environment = _environment(config, run_dir, num_gpus, model) | server.environment_variables
+    environment = _environment(config, num_gpus, model) | server.environment_variables
     return ServerCommand([program, *start], options, environment, url)
 
 
@@ -114,7 +114,7 @@ def _gpu_options(server: Any, num_gpus: int) -> list[Option]:
     return options + ([("--data-parallel-size", str(copies))] if copies > 1 else [])
 
 
-def _environment(config: Any, run_dir: Path, num_gpus: int, model: str) -> dict[str, str]:
+def _environment(config: Any, num_gpus: int, model: str) -> dict[str, str]:
     variables = {"VLLM_SERVER_DEV_MODE": "1", "VLLM_NO_USAGE_STATS": "1"}
     variables["VLLM_HTTP_TIMEOUT_KEEP_ALIVE"] = str(KEEP_ALIVE_S)
     if config.sampler.is_truncated:
@@ -131,7 +131,7 @@ def _environment(config: Any, run_dir: Path, num_gpus: int, model: str) -> dict[
         variables["HF_HUB_OFFLINE"] = "1"
     # Of this process's environment only what the user set: the trainer's packages must not shadow the server's.
     paths = [os.environ.get("PYTHONPATH", "")]
-    for name, value in config.sync.server_environment(run_dir).items():
+    for name, value in config.sync.server_environment().items():
         if name == "PYTHONPATH":
             paths.insert(0, value)
         else:

@@ -104,7 +104,7 @@ class Vllm:
     def planned(self, run_dir: Path, config: Any, port: int, num_gpus: int) -> ServerCommand:
         """Command and environment for `num_gpus` GPUs (0 = CPU build)."""
         python = (shutil.which(os.path.expanduser(self.python)) or self.python) if self.python else sys.executable
-        return server_command(self, config, run_dir, port, num_gpus, python)
+        return server_command(self, config, port, num_gpus, python)
 
     def standalone(self, run_dir: Path, config: Any, num_gpus: int) -> list[ServerCommand]:
         """The server alone, on the port where server=external looks for it."""

@@ -32,7 +32,7 @@ class Disk:
     receiver: ClassVar[str] = ""  # the server reads the folder by itself
     backend: ClassVar[str | None] = None  # no --weight-transfer-config
 
-    def server_environment(self, run_dir: Path) -> dict[str, str]:
+    def server_environment(self) -> dict[str, str]:
         """Variables of a vLLM server; an entry of PYTHONPATH goes before what is there."""
         return {"PYTHONPATH": str(PLUGIN)}  # not for the transfer: it repairs tied embeddings of the CPU build
 

@@ -32,7 +32,7 @@ class Gloo:
     receiver: ClassVar[str] = "agrpo.sync.gloo.GlooReceiver"  # import path for the embedded server
     backend: ClassVar[str] = "gloo"  # for vLLM's --weight-transfer-config; the plug-in knows it
 
-    def server_environment(self, run_dir: Path) -> dict[str, str]:
+    def server_environment(self) -> dict[str, str]:
         """Variables of a vLLM server; an entry of PYTHONPATH goes before what is there."""
         return {"PYTHONPATH": str(PLUGIN)}
 

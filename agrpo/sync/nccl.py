@@ -35,7 +35,7 @@ class Nccl:
             return ["sync=nccl needs a GPU, none is visible; use sync=gloo or sync=disk"]
         return []
 
-    def server_environment(self, run_dir: Path) -> dict[str, str]:
+    def server_environment(self) -> dict[str, str]:
         """Variables of a vLLM server: none, the transfer is vLLM's own."""
         return {}
 

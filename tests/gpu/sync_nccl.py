@@ -145,7 +145,7 @@ def _vllm(path: Path, component, gpu: int):
     variables = {"VLLM_SERVER_DEV_MODE": "1", "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"}
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     variables["CUDA_VISIBLE_DEVICES"] = visible.split(",")[gpu] if visible else str(gpu)
-    variables |= component.server_environment(path.parent)
+    variables |= component.server_environment()
     server = start(os.environ["AGRPO_VLLM_PYTHON"], str(path), arguments, variables, path.parent / "vllm.log")
     try:
         yield server.url

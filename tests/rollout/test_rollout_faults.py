@@ -82,7 +82,7 @@ def test_rollouts_that_raise_hang_or_get_rubbish_are_counted_exactly_and_leave_n
             takes=False,
             start=wire.Start(0, 1, [], [], 0, 0, limit),
             loop_class=Faulty,
-            agent=Agent(time_limit=0.5),
+            agent=Agent(time_limit=5.0),
             max_failure_frac=1.0,  # the first few to end may well be failures
         )
         counts = proxy.counts

@@ -33,7 +33,7 @@ def tied_model(tmp_path_factory) -> str:
 def server(request, tied_model, tmp_path_factory):
     if request.param == "embedded":
         return request.getfixturevalue("embedded_server")(tied_model)
-    environment = Gloo().server_environment(tmp_path_factory.mktemp("run"))
+    environment = Gloo().server_environment()
     return request.getfixturevalue("vllm_server")(tied_model, BACKEND, environment)
 
 
@@ -170,7 +170,7 @@ def test_an_update_that_fails_leaves_a_complete_model(server, tmp_path):
 @pytest.mark.vllm
 @pytest.mark.parametrize("mechanism", MECHANISMS)
 def test_the_proof_notices_tied_embeddings_that_stayed_old(mechanism, vllm_server, tied_model, tmp_path):
-    environment = {**Gloo().server_environment(tmp_path), "AGRPO_REPAIR_TIED_EMBEDDINGS": "0"}
+    environment = {**Gloo().server_environment(), "AGRPO_REPAIR_TIED_EMBEDDINGS": "0"}
     server = vllm_server(tied_model, BACKEND, environment)
     sender, proof = opened(mechanism, server, tmp_path)
     model = weights(server.model, 1)

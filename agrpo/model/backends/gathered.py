@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import importlib.util
 import inspect
+from collections.abc import Callable
 from dataclasses import dataclass
 from types import ModuleType
 
@@ -18,6 +19,11 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from agrpo.model.backends.choice import Case
 from agrpo.model.plan import Paths, TreePlan
+
+
+@functools.cache
+def _parameters(function: Callable) -> frozenset[str]:
+    return frozenset(inspect.signature(function).parameters)
 
 
 class Gathered:
@@ -106,7 +112,7 @@ class Varlen(Gathered):
         from torch.nn.attention.varlen import varlen_attn
 
         # torch 2.11 has no such argument and takes grouped heads as they are; later releases want them announced.
-        grouped = {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
+        grouped = {"enable_gqa": True} if "enable_gqa" in _parameters(varlen_attn) else {}
         return varlen_attn(
             query, key, value, paths.query_starts, paths.key_starts, paths.longest_query, paths.longest_key,
             scale=scale, window_size=(-1 if window is None else window - 1, 0), **grouped,
@@ -148,8 +154,7 @@ class Hub(Gathered):
             more["window_size"] = (window - 1, 0)
         # Names that differ between the kernels' generations are passed to those that have them.
         lengths = {"max_seqlen_q": paths.longest_query, "max_seqlen_k": paths.longest_key}
-        known = inspect.signature(function).parameters
-        more |= {name: value for name, value in lengths.items() if name in known}
+        more |= {name: value for name, value in lengths.items() if name in _parameters(function)}
         out = function(
             query, key, value, cu_seqlens_q=paths.query_starts, cu_seqlens_k=paths.key_starts,
             softmax_scale=scale, causal=True, **more,

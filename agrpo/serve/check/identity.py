@@ -30,25 +30,32 @@ def reachable(look: Look) -> Row:
 
 
 def version(look: Look) -> Row:
-    text = look.value("/version").get("version") or look.value(INFO).get("version")
+    text = _version(look)
     if not text:
         return look.skip("version", "not reported")
-    parts = tuple(int(part) for part in re.findall(r"\d+", str(text))[:3])
     if look.config.sampler.is_truncated and lacks_candidates(look):
         found = f"{text}: no candidate sets before 0.28, so top_k, top_p and min_p bias the ratios"
         return look.warn("version", found, "pip install -U vllm")
-    if str(text)[:1].isdigit() and parts < FAST and look.config.loss.wants_head:
+    if _is_before(text, FAST) and look.config.loss.wants_head:
         found = (
             f"{text}: before 0.32, {look.config.sampler.num_sampler_logprobs} log-probs cost 20 to 40 % of the speed"
         )
         return look.warn("version", found, "pip install -U vllm")
-    return look.ok("version", str(text))
+    return look.ok("version", text)
 
 
 def lacks_candidates(look: Look) -> bool:
     """Whether the server is a vLLM from before candidate sets (SAMP-6)."""
-    text = str(look.value("/version").get("version") or look.value(INFO).get("version") or "")
-    return text[:1].isdigit() and tuple(int(part) for part in re.findall(r"\d+", text)[:3]) < OLDEST
+    return _is_before(_version(look), OLDEST)
+
+
+def _version(look: Look) -> str:
+    return str(look.value("/version").get("version") or look.value(INFO).get("version") or "")
+
+
+def _is_before(version: str, limit: tuple[int, int, int]) -> bool:
+    """Whether a released version is an older one; of a name without numbers nothing is known."""
+    return version[:1].isdigit() and tuple(int(part) for part in re.findall(r"\d+", version)[:3]) < limit
 
 
 def development_mode(look: Look) -> Row:
