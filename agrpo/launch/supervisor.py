@@ -9,7 +9,6 @@ SIGTERM asks the trainers to finish their step and save; a second one kills ever
 
 from __future__ import annotations
 
-import json
 import signal
 import threading
 import time
@@ -26,10 +25,10 @@ from agrpo.launch.processes import Child, kill, spawn, stop, wait_all
 from agrpo.launch.prompts import long_prompts
 from agrpo.launch.server import Server
 from agrpo.launch.watchdog import Watchdog
-from agrpo.metrics import findings
-from agrpo.metrics.completions import CompletionsTail
+from agrpo.metrics import completions, findings
 from agrpo.metrics.console import Console
-from agrpo.metrics.summary import written
+from agrpo.metrics.summary import read_summary, written
+from agrpo.metrics.tail import Tail
 
 TRAINER_GRACE_S = 6.0  # for the step in progress, after a failure
 SAVING_GRACE_S = 600.0  # for a checkpoint that is being written
@@ -112,9 +111,10 @@ class Supervisor:
         self._num_signals = 0
         self._asked = False  # whether the trainers know of the signal
         self._watchdog = Watchdog(config.run, config.rollout)
-        self._metrics = MetricsTail(run_dir / "metrics.jsonl")
+        self._metrics = Tail(run_dir / "metrics.jsonl")
         logger = config.logger
-        self._completions = CompletionsTail(run_dir, logger.num_completions_to_print) if logger.log_completions else None
+        self._completions = Tail(run_dir / completions.FILE_NAME) if logger.log_completions else None
+        self._most_completions = logger.num_completions_to_print
 
     @property
     def children(self) -> list[Child]:
@@ -152,11 +152,11 @@ class Supervisor:
         self._show_records()
 
     def _show_records(self) -> None:
-        records = self._metrics.new_records()
+        records = self._metrics.new_rows()
         for record in records:
             self.console.step(record)
         if records and self._completions is not None:
-            self.console.completions(self._completions.new_rows())
+            self.console.completions(self._completions.new_rows(self._most_completions))
 
     def _tell_phases(self, told: dict[str, str]) -> None:
         """Each new phase of a process."""
@@ -224,8 +224,7 @@ class Supervisor:
         )  # what they may have left in their groups
         if self.server.child is not None:
             stop([self.server.child], SERVER_GRACE_S)
-        path = self.run_dir / "summary.json"
-        return json.loads(path.read_text()) if path.exists() else {}
+        return read_summary(self.run_dir)
 
     def stop_all(self) -> None:
         """After a failure: the rollout ends now, trainers may save, the server goes last."""
@@ -248,27 +247,6 @@ class Supervisor:
             if time.monotonic() - began > grace:
                 return
             time.sleep(0.1)
-
-
-class MetricsTail:
-    """New complete lines of a growing JSONL file; what an earlier attempt of the run wrote is skipped."""
-
-    def __init__(self, path: Path):
-        self._path, self.num_records = path, 0
-        self._position = path.stat().st_size if path.exists() else 0
-
-    def new_records(self) -> list[dict[str, Any]]:
-        if not self._path.exists():
-            return []
-        if self._path.stat().st_size < self._position:
-            self._position = 0  # a resume cut the file back
-        with self._path.open("rb") as file:
-            file.seek(self._position)
-            lines = file.read().splitlines(keepends=True)
-        complete = [line for line in lines if line.endswith(b"\n")]
-        self._position += sum(map(len, complete))
-        self.num_records += len(complete)
-        return [json.loads(line) for line in complete if line.strip()]
 
 
 class _Handlers:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 from rich.table import Table
@@ -13,25 +12,6 @@ from rich.text import Text
 FILE_NAME = "completions.jsonl"
 LONGEST_TEXT = 600  # characters of a prompt or an answer that are shown; its middle is left out
 LONGEST_LINE = 160  # the same where each is a plain line
-
-
-class CompletionsTail:
-    """New whole lines of a run's `completions.jsonl`; what was there before the run is skipped."""
-
-    def __init__(self, run_dir: Path, most: int | None):
-        """`most`: rollouts that one call gives, the newest; None = all."""
-        self._path, self._most = Path(run_dir) / FILE_NAME, most
-        self._position = self._path.stat().st_size if self._path.exists() else 0
-
-    def new_rows(self) -> list[dict[str, Any]]:
-        if not self._path.exists():
-            return []
-        with self._path.open("rb") as file:
-            file.seek(self._position)
-            lines = file.read().splitlines(keepends=True)
-        complete = [line for line in lines if line.endswith(b"\n")]
-        self._position += sum(map(len, complete))
-        return [json.loads(line) for line in complete[-self._most if self._most else 0 :]]
 
 
 def plain_line(row: Mapping[str, Any]) -> str:

@@ -19,7 +19,7 @@ from rich.text import Text
 
 from agrpo.metrics.chart import curve
 from agrpo.metrics.completions import completion_table, plain_line
-from agrpo.metrics.live import VERDICTS, History, aligned, short_number, sides, token_line
+from agrpo.metrics.live import VERDICTS, Glance, aligned, short_number, sides, token_line
 from agrpo.metrics.summary import evaluations
 
 SHOWN_STEPS = 5  # rows of the live table
@@ -81,7 +81,7 @@ class Console:
         self._began = time.monotonic()
         self._phases: dict[str, tuple[str, float]] = {}  # process -> phase, when it began
         self._told: set[tuple[str, str]] = set()  # phases that have a line already
-        self._history = History(tuple(key for key, *_ in COLUMNS), SHOWN_STEPS)
+        self._history = Glance(tuple(key for key, *_ in COLUMNS), SHOWN_STEPS)
         self._view: Live | None = None
 
     def __enter__(self) -> Console:

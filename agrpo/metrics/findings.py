@@ -54,10 +54,13 @@ def changes(before: Sequence[Finding], after: Sequence[Finding]) -> bool:
 
 
 def closing(run_dir: Path, most: int = 3) -> list[str]:
-    """A few lines for the end of a run: what should be acted on, else that nothing has to be."""
-    path = run_dir / "config.yaml"
-    settings = yaml.safe_load(path.read_text()) if path.exists() else {}
-    found = findings(read_records(run_dir), settings)
+    """A few lines for the end of a run: what should be acted on, else that nothing has to be. Never an error."""
+    try:
+        path = run_dir / "config.yaml"
+        settings = yaml.safe_load(path.read_text()) if path.exists() else {}
+        found = findings(read_records(run_dir), settings)
+    except Exception as error:  # the run is over and saved: advice on it must not make it a failed one
+        return [f"no verdict: {type(error).__name__}: {error}"]
     urgent = [f for f in found if f.level == WARNING][:most]
     return [f"{f.rule}: {f.text} {f.override}".rstrip() for f in urgent or found[:1]]
 

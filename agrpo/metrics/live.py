@@ -25,7 +25,7 @@ Record = Mapping[str, Any]
 Points = list[tuple[float, float]]
 
 
-class History:
+class Glance:
     """A run's records, reduced as they come to what is shown of them."""
 
     def __init__(self, columns: tuple[str, ...], num_rows: int):

@@ -1,6 +1,6 @@
 """`python -m tests.faults [PATTERN] [--repeat N]`: inject every fault, whole runs included, and print the table.
 
-Ends with 1 where one came out otherwise than expected. Lines appear as faults end; the table comes last.
+Ends with 1 where one came out otherwise than expected; one that this machine cannot have is named, not counted as such. Lines appear as faults end; the table comes last.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import tempfile
 from pathlib import Path
 
 from tests.faults import all as suite
-from tests.faults.table import inject, lines
+from tests.faults.table import NOT_RUN, inject, lines
 
 
 def main() -> int:
@@ -32,7 +32,7 @@ def main() -> int:
                 print(f"{fault.where}: {fault.what}: {word} ({outcomes[-1].seconds:.1f} s)", file=sys.stderr, flush=True)
     suite.close()
     print("\n".join(lines(outcomes)))
-    return 0 if all(o.is_ok for o in outcomes) else 1
+    return 0 if all(o.is_ok or o.happened.startswith(NOT_RUN) for o in outcomes) else 1
 
 
 if __name__ == "__main__":

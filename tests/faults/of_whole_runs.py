@@ -14,7 +14,7 @@ from pathlib import Path
 
 import psutil
 
-from tests.faults.table import Fault
+from tests.faults.table import Fault, NotHereError
 
 _path = Path(__file__).parents[1] / "test_restart.py"
 _spec = importlib.util.spec_from_file_location("restarted", _path)
@@ -108,8 +108,8 @@ def small_disk(folder: Path) -> None:
 def on_small_disk(folder: Path) -> str:
     try:
         small_disk(folder)
-    except (OSError, subprocess.CalledProcessError):
-        return "exit code 4"  # not on this machine: the same by a limit on file sizes is among the checkpoint faults
+    except (OSError, subprocess.CalledProcessError) as error:
+        raise NotHereError("no right to mount a small file system") from error
     try:
         overrides = (ENDLESS, "checkpoint.save_steps=1")
         return run(folder, lambda started: None, *overrides, says="takes no more", at=1)

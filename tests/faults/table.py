@@ -12,7 +12,11 @@ from pathlib import Path
 from agrpo.errors import AgrpoError, RolloutFailure
 from agrpo.scorer.contract import ScoreError
 
-HANG = "HANG"
+HANG, NOT_RUN = "HANG", "not run: "
+
+
+class NotHereError(Exception):
+    """This machine cannot have the fault; the message says why."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +67,8 @@ def _ending(fault: Fault, folder: Path) -> str:
         return _named(f"group dropped: {error.reason}", str(error), fault)
     except AgrpoError as error:
         return _named(f"exit code {error.exit_code}", str(error), fault)
+    except NotHereError as error:
+        return f"{NOT_RUN}{error}"
     except BaseException as error:
         return f"{type(error).__name__}: {error}"
 
@@ -81,4 +87,5 @@ def lines(outcomes: list[Outcome]) -> list[str]:
     table = ["  ".join(cell.ljust(width) for cell, width in zip(row, [*widths, 12, 0], strict=True)).rstrip() for row in rows]
     num_hung = sum(o.happened.startswith(HANG) for o in outcomes)
     num_ok = sum(o.is_ok for o in outcomes)
-    return [*table, f"{len(outcomes)} faults, {num_ok} as expected, {num_hung} hung"]
+    num_left_out = sum(o.happened.startswith(NOT_RUN) for o in outcomes)
+    return [*table, f"{len(outcomes)} faults, {num_ok} as expected, {num_hung} hung, {num_left_out} not run"]

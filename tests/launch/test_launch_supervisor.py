@@ -15,8 +15,8 @@ import pytest
 from agrpo.launch import dump
 from agrpo.launch.processes import Child, Launch, free_ports, kill
 from agrpo.launch.server import Server, last_words
-from agrpo.launch.supervisor import MetricsTail
 from agrpo.metrics.console import Console
+from agrpo.metrics.tail import Tail
 
 SUPERVISE = str(Path(__file__).with_name("supervise_scripted.py"))
 ALL = ("server", "trainer0", "trainer1", "rollout")
@@ -281,18 +281,18 @@ def test_a_folder_has_one_run_at_a_time(tmp_path):
     first.end()
 
 
-def test_metrics_tail_gives_complete_lines_once(tmp_path):
+def test_a_tail_gives_complete_lines_once(tmp_path):
     path = tmp_path / "metrics.jsonl"
     path.write_text('{"step": 1}\n')
-    tail = MetricsTail(path)
+    tail = Tail(path)
     with path.open("a") as file:
         file.write('{"step": 2}\n{"st')
         file.flush()
-        assert tail.new_records() == [{"step": 2}]
+        assert tail.new_rows() == [{"step": 2}]
         file.write('ep": 3}\n')
         file.flush()
-        assert tail.new_records() == [{"step": 3}]
-        assert tail.new_records() == []
+        assert tail.new_rows() == [{"step": 3}]
+        assert tail.new_rows() == []
 
 
 def test_a_process_that_has_ended_unreaped_can_be_told_of():

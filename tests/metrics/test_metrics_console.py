@@ -9,11 +9,11 @@ import pytest
 from rich.console import Console as RichConsole
 
 from agrpo.metrics.chart import curve
-from agrpo.metrics.completions import CompletionsTail
 from agrpo.metrics.console import Console, clock, step_line
-from agrpo.metrics.live import MOST_POINTS, History, short_number
+from agrpo.metrics.live import MOST_POINTS, Glance, short_number
 from agrpo.metrics.picture import draw
 from agrpo.metrics.summary import summarize
+from agrpo.metrics.tail import Tail
 
 RECORD = {
     "step": 12,
@@ -150,10 +150,10 @@ def test_rollouts_follow_their_record_as_a_table_or_as_lines(tmp_path):
 def test_rollouts_are_read_as_they_come_and_no_more_than_asked_for(tmp_path):
     path = tmp_path / "completions.jsonl"
     path.write_text(json.dumps({"group": 0}) + "\n")
-    tail, everything = CompletionsTail(tmp_path, 2), CompletionsTail(tmp_path, None)
+    tail, everything = Tail(path), Tail(path)
     with path.open("a") as file:
         file.write("".join(json.dumps({"group": i}) + "\n" for i in (1, 2, 3)) + '{"gro')
-    assert [row["group"] for row in tail.new_rows()] == [2, 3]
+    assert [row["group"] for row in tail.new_rows(2)] == [2, 3]
     assert [row["group"] for row in everything.new_rows()] == [1, 2, 3]
     assert tail.new_rows() == []
 
@@ -229,7 +229,7 @@ def test_the_live_view_says_what_each_side_does_and_fits_a_small_terminal(tmp_pa
 
 
 def test_a_long_run_is_kept_in_bounded_space():
-    history = History(("reward",), 5)
+    history = Glance(("reward",), 5)
     for step in range(1, 10_001):
         history.add({"step": step, "reward": step / 10_000, "perf/step_s": 2.0})
     assert len(history.rows) == 5 and MOST_POINTS / 2 <= len(history.rewards) <= MOST_POINTS
