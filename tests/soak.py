@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import signal
 import statistics
 import subprocess
 import sys
@@ -121,6 +122,7 @@ def main() -> int:
     parser.add_argument("--minutes", type=float, default=40.0)
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # the run is a child that must end with this
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
         looks = soak(options.minutes, Path(folder))
     if options.out is not None:

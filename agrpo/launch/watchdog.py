@@ -16,7 +16,9 @@ from typing import Any
 from agrpo.launch import diagnosis
 from agrpo.launch.processes import Child
 
-STARTUP_S = 300.0  # a process may import and load for so long before its first sign of life (ARCH-6)
+STARTUP_S = 300.0  # a process may import for so long before its first sign of life (ARCH-6)
+LOADING_S = 1800.0  # a dataset may be fetched and read, a model read, for so long; nothing can be told meanwhile
+OPENING = {"starting": STARTUP_S, "loading data and tokenizer": LOADING_S, "loading the model": LOADING_S}
 CONNECTING = "connecting to the trainer"  # may last as long as loading a model; `wire.connect` keeps the time
 PERMITTED = "waiting for the server"  # `server.timeout` keeps the time
 FIRST_WORD_S = 2.0  # and a tenth of the limit: for the rollout process to say itself what it waits for
@@ -50,7 +52,7 @@ class Watchdog:
         if child.code is not None:
             return
         silent_s = time.monotonic() - (beat["at"] if beat else child.started_at)
-        allowed = limit if beat and beat["phase"] != "starting" else max(limit, STARTUP_S)
+        allowed = max(limit, OPENING.get(beat["phase"] if beat else "starting", 0.0))
         if silent_s > allowed:
             raise diagnosis.silent(child, silent_s, allowed, key, children)
 

@@ -40,6 +40,7 @@ ADAPTER = "adapter"
 # What a resumed run must share with the run that saved, to find its tensors and to go on as before.
 _SHAPE_OF_ADAPTER = {"r": "r", "lora_alpha": "alpha", "target_modules": "target_modules", "use_dora": "options.use_dora"}
 _NO_SPACE_TEXTS = (*map(os.strerror, sorted(NO_SPACE)), "PytorchStreamWriter failed writing file")
+_FROZEN_STAY = dcp_state.StateDictOptions(strict=False)  # frozen weights are those of model.path
 _NAME = re.compile(r"step-(\d+)$")
 
 
@@ -111,20 +112,17 @@ def load(folder: Path, model: torch.nn.Module, updater: Updater) -> dict[str, An
     The number of ranks may differ from that of the run that saved (RES-1). Raises ConfigError for a folder that is no
     checkpoint or was saved without optimizer (RES-9).
     """
-    if not (folder / "shards" / ".metadata").exists():
+    if not is_complete(folder):
         raise ConfigError(f"run.resume: {folder} is no checkpoint; give a folder checkpoints/step-NNNNNN, or auto")
     if not (folder / "updater.json").exists():
         raise ConfigError(f"run.resume: {folder} was saved with checkpoint.save_only_model=true and cannot be resumed")
-    _check_adapter(folder, model)
-    state = _state(model, updater)
-    with _alone_is_intended():
-        dcp.load(state, checkpoint_id=folder / "shards", no_dist=not dist.is_initialized())
+    state = _read(folder, model, updater)
     dcp_state.set_state_dict(
         model,
         updater.optimizer,
         model_state_dict=state["model"],
         optim_state_dict=state["optimizer"],
-        options=dcp_state.StateDictOptions(strict=False),  # frozen weights are those of model.path
+        options=_FROZEN_STAY,
     )
     files = {path.name: json.loads(path.read_text()) for path in folder.glob("*.json")}
     updater.load_state_dict(files.pop("updater.json"))
@@ -132,6 +130,28 @@ def load(folder: Path, model: torch.nn.Module, updater: Updater) -> dict[str, An
     if rng.exists():
         _set_rng_state(torch.load(rng, weights_only=True))
     return files
+
+
+def restore_weights(folder: Path, model: torch.nn.Module) -> None:
+    """Only the trained weights of a checkpoint, of any kind. Raises ConfigError for a folder that is none."""
+    if not is_complete(folder):
+        raise ConfigError(f"{folder} is no checkpoint; give a run's folder, or one of its folders checkpoints/step-NNNNNN")
+    state = _read(folder, model, None)
+    dcp_state.set_model_state_dict(model, state["model"], options=_FROZEN_STAY)
+
+
+def is_complete(folder: Path) -> bool:
+    """Whether the folder is a checkpoint that was written to its end; torch writes this file last."""
+    return (folder / "shards" / ".metadata").exists()
+
+
+def _read(folder: Path, model: torch.nn.Module, updater: Updater | None) -> dict[str, Any]:
+    """What the checkpoint's shards hold for this model, and for its optimizer where there is one; collective."""
+    _check_adapter(folder, model)
+    state = _state(model, updater)
+    with _alone_is_intended():
+        dcp.load(state, checkpoint_id=folder / "shards", no_dist=not dist.is_initialized())
+    return state
 
 
 def _check_adapter(folder: Path, model: torch.nn.Module) -> None:
@@ -154,7 +174,7 @@ def _check_adapter(folder: Path, model: torch.nn.Module) -> None:
 def complete(checkpoints: Path) -> list[Path]:
     """Complete checkpoints, oldest first."""
     found = [(int(m[1]), path) for path in checkpoints.glob("step-*") if (m := _NAME.match(path.name))]
-    return [path for _, path in sorted(found) if (path / "shards" / ".metadata").exists()]
+    return [path for _, path in sorted(found) if is_complete(path)]
 
 
 def newest(checkpoints: Path) -> Path | None:
@@ -175,18 +195,6 @@ def export(model: torch.nn.Module, tokenizer: Any, path: Path, dtype: torch.dtyp
     if has_adapter(model):
         _write_adapter(model, path.with_name(ADAPTER))
     export_merged(model, tokenizer, path, dtype)
-
-
-def restore_weights(folder: Path, model: torch.nn.Module) -> None:
-    """Only the trained weights of a checkpoint, of any kind. Raises ConfigError for a folder that is none."""
-    if not (folder / "shards" / ".metadata").exists():
-        raise ConfigError(f"{folder} is no checkpoint; give a run's folder, or one of its folders checkpoints/step-NNNNNN")
-    _check_adapter(folder, model)
-    state = _state(model, None)
-    with _alone_is_intended():
-        dcp.load(state, checkpoint_id=folder / "shards", no_dist=not dist.is_initialized())
-    options = dcp_state.StateDictOptions(strict=False)  # frozen weights are those of model.path
-    dcp_state.set_model_state_dict(model, state["model"], options=options)
 
 
 def export_merged(model: torch.nn.Module, tokenizer: Any, path: Path, dtype: torch.dtype | None) -> None:
