@@ -17,10 +17,9 @@ COPY pyproject.toml README.md /src/
 COPY agrpo /src/agrpo
 COPY conf /src/conf
 COPY recipes /src/recipes
-# The receivers of weight transfers run inside the server, so its environment needs the package, without its dependencies.
+# The server's environment needs nothing of ours: the receiver for sync=gloo is a folder on its PYTHONPATH.
 RUN python3 -m venv /opt/agrpo \
-    && /opt/agrpo/bin/pip install --no-cache-dir "/src[gpu,hub,math,gym,tensorboard,wandb]" \
-    && /opt/vllm/bin/pip install --no-cache-dir --no-deps /src
+    && /opt/agrpo/bin/pip install --no-cache-dir "/src[gpu,hub,math,gym,tensorboard,wandb]"
 
 ENV PATH=/opt/agrpo/bin:$PATH
 WORKDIR /work
