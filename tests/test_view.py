@@ -74,7 +74,9 @@ def run(tmp_path_factory):
         predicting_index=np.array([4, 3]), sample_index=np.array([0, 0]), group_ids=np.array([7]),
         rollout_indices=np.array([0]), target_ids=np.array(five[::-1], np.int32),
     )  # fmt: skip
-    Trace(folder, 0).add(12, row, SimpleNamespace(trainer_logprobs=torch.tensor([-0.75, -0.26], requires_grad=True)))
+    trace = Trace(folder, 0)
+    trace.add(row, SimpleNamespace(trainer_logprobs=torch.tensor([-0.75, -0.26], requires_grad=True)))
+    trace.write(12)
     config = {"rollout": {"dump_to_file": True, "fileroot": str(folder / "dump"), "experiment_name": "exp",
                           "trial_name": "trial"}, "model": {"path": str(QUICKSTART)}}  # fmt: skip
     (folder / "config.yaml").write_text(yaml.safe_dump(config))

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from agrpo.loss.surrogate import ClippedSurrogate, clipped, inside, is_clipped, log_ratio
+from agrpo.loss.surrogate import ClippedSurrogate, clipped, inside, is_clipped, log_ratio, ratio_of
 from agrpo.schema import setting
 
 if TYPE_CHECKING:
@@ -40,8 +40,8 @@ class Decoupled(ClippedSurrogate):
     def __call__(self, terms: TokenTerms) -> torch.Tensor:
         """Loss of each trained token [M]."""
         proximal = self._proximal(terms)
-        weight = (proximal - terms.sampler_logprobs).exp()
-        ratio = (terms.trainer_logprobs - proximal).exp()
+        weight = ratio_of(proximal - terms.sampler_logprobs)
+        ratio = ratio_of(terms.trainer_logprobs - proximal)
         surrogate = weight * clipped(ratio, terms.advantages, self.epsilon, self.high, self.dual_clip)
         return -surrogate.where(inside(weight, self.clip_min, self.clip_max), surrogate.new_zeros(()))
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from agrpo.loss.surrogate import aggregation, clipped, is_clipped, log_ratio, normalization, sample_log_ratio
+from agrpo.loss.surrogate import aggregation, clipped, is_clipped, log_ratio, normalization, ratio_of, sample_log_ratio
 from agrpo.schema import setting
 
 if TYPE_CHECKING:
@@ -31,7 +31,7 @@ class Gspo:
 
     def __call__(self, terms: TokenTerms) -> torch.Tensor:
         """-min(s A, clip(s) A) of its sample at every term [M], s = exp(mean log ratio of the sample)."""
-        ratio = sample_log_ratio(terms, is_mean=True).exp()
+        ratio = ratio_of(sample_log_ratio(terms, is_mean=True))
         return -clipped(ratio, terms.advantages, self.epsilon, self.high)
 
     def statistics(self, terms: TokenTerms) -> dict[str, torch.Tensor]:

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from agrpo.model.terms import TokenTerms
 
 AGGREGATIONS = ("token", "sequence", "prompt")
+_LARGEST_LOG = 80.0  # of a ratio; exp of more than 88.7 is infinite in float32
 
 
 def aggregation(default: str = "token") -> str:
@@ -36,6 +37,11 @@ def normalization() -> str:
 def log_ratio(terms: TokenTerms) -> torch.Tensor:
     """log trainer - log sampler [M] with gradient."""
     return terms.trainer_logprobs - terms.sampler_logprobs
+
+
+def ratio_of(logs: torch.Tensor) -> torch.Tensor:
+    """exp [M], finite: backward through an infinite ratio is NaN also for a token whose term is then left out."""
+    return logs.clamp(max=_LARGEST_LOG).exp()
 
 
 def sums_per_sample(values: torch.Tensor, terms: TokenTerms) -> torch.Tensor:
@@ -98,9 +104,8 @@ class ClippedSurrogate:
 
     def __call__(self, terms: TokenTerms) -> torch.Tensor:
         """Loss of each trained token [M]; masked tokens give 0 and stay in the denominator (LOSS-2, LOSS-3)."""
-        ratio = log_ratio(terms).exp()
+        ratio = ratio_of(log_ratio(terms))
         surrogate = clipped(ratio, terms.advantages, self.epsilon, self.high, self.dual_clip)
-        # Not a product with the mask: an infinite ratio times 0 is NaN.
         return -surrogate.where(inside(ratio, self.clip_min, self.clip_max), surrogate.new_zeros(()))
 
     def statistics(self, terms: TokenTerms) -> dict[str, torch.Tensor]:

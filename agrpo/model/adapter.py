@@ -20,7 +20,7 @@ NAME = "default"  # of the one adapter, inside the model only
 PEFT_PREFIX = "base_model.model."
 CONFIG_FILE, WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"
 _STACKED = ("gate_up_proj", "down_proj")  # the tensors of experts
-_EXPERT_NAMES = {"gate", "gate_proj", "up_proj", "down_proj", "w1", "w2", "w3"}
+_EXPERT_NAMES = {"gate", "router", "gate_proj", "up_proj", "down_proj", "w1", "w2", "w3"}
 _SAVED = f"modules_to_save.{NAME}."
 
 

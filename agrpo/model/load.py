@@ -24,7 +24,7 @@ _log = logging.getLogger(__name__)
 def load_model(
     section: Any, device: torch.device | str, runs_on: torch.device | str | None = None
 ) -> torch.nn.Module:
-    """The model of the `model` section on `device`, in training mode; parameters outside its text model are frozen.
+    """The model of the `model` section on `device`, ready to train; parameters outside its text model are frozen.
 
     `runs_on` is where it will be forwarded, by default `device`. Raises ConfigError, one line, for what cannot be loaded
     or trained exactly (MODEL-1, MODEL-2, COMPAT-5, 10, 11).
@@ -71,12 +71,13 @@ def _opened(section: Any) -> Any:
 
 
 def prepare(model: torch.nn.Module, section: Any) -> torch.nn.Module:
-    """Training mode without dropout, frozen outside the text model or the adapter, activations recomputed (MODEL-6, 7)."""
+    """Computes as the sampler does, frozen outside the text model or the adapter, activations recomputed (MODEL-6, 7).
+
+    Nothing stays in training mode but the layers that recompute their activations and the modules of the adapter.
+    """
     delta.bind(model)
-    model.train()
-    for module in model.modules():
-        if isinstance(module, torch.nn.Dropout):
-            module.p = 0.0  # the sampler has none: with it the two policies would differ
+    # Dropout, skipped layers, noise in routers: with any of it the two policies would differ.
+    model.eval()
     inside = text_parameters(model)
     for parameter in model.parameters():
         parameter.requires_grad_(id(parameter) in inside)
@@ -171,6 +172,12 @@ def _checkpoint_activations(model: torch.nn.Module, section: Any) -> None:
     arguments = {"use_reentrant": False, **(section.gradient_checkpointing_kwargs or {})}
     enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
     enable(arguments)
+    for module in model.modules():
+        if getattr(module, "gradient_checkpointing", False):
+            module.training = True  # of itself, not of its children: transformers recomputes in training mode only
+            for name, value in vars(module).items():
+                if "drop" in name and isinstance(value, float):
+                    setattr(module, name, 0.0)  # some families' layers apply dropout themselves, by this number
     if section.lora.enabled and arguments["use_reentrant"]:
         # Reentrant checkpointing passes gradients only through inputs that need one; the embeddings are frozen.
         model.enable_input_require_grads()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import inspect
 import math
 from dataclasses import dataclass
 from typing import Any
@@ -104,14 +105,16 @@ def open_optimizer(model: torch.nn.Module, section: Any) -> torch.optim.Optimize
         {"params": [p for p in trainable if p.ndim < 2], "weight_decay": 0.0},
     ]
     kind, options = OPTIMIZERS.get(section.name, (None, {}))
-    kind = _imported("optimizer.name", section.name) if kind is None else kind
+    kind = _imported(section.name) if kind is None else kind
     if issubclass(kind, torch.optim.AdamW | torch.optim.Adam):
         options = {"betas": (section.adam_beta1, section.adam_beta2), "eps": section.adam_epsilon, **options}
     options = {**options, **parse_options(section.options)}
     try:
         return kind([g for g in groups if g["params"]], lr=section.learning_rate, **options)
-    except TypeError as error:
-        raise ConfigError(f"optimizer.options: {section.name} refuses them: {error}") from error
+    except (TypeError, ValueError, NotImplementedError, RuntimeError) as error:
+        raise ConfigError(
+            f"optimizer.name={section.name} with optimizer.options={options or {}} cannot train this model: {error}"
+        ) from error
 
 
 def open_schedule(optimizer: torch.optim.Optimizer, section: Any, max_steps: int | None) -> Any:
@@ -152,12 +155,19 @@ def parse_options(options: str | dict[str, Any] | None) -> dict[str, Any]:
     return parsed
 
 
-def _imported(key: str, path: str) -> Any:
+def _imported(path: str) -> type[torch.optim.Optimizer]:
     module, _, name = path.rpartition(".")
+    allowed = f"must be one of {', '.join(sorted(OPTIMIZERS))}, or the import path of an optimizer class"
     try:
-        return getattr(importlib.import_module(module), name)
+        kind = getattr(importlib.import_module(module), name)
     except (ImportError, AttributeError, ValueError) as error:
-        known = ", ".join(sorted(OPTIMIZERS))
+        raise ConfigError(f"optimizer.name {allowed}, got {path!r}") from error
+    if not (isinstance(kind, type) and issubclass(kind, torch.optim.Optimizer)):
+        raise ConfigError(f"optimizer.name {allowed}, got {path!r}, which is none")
+    closure = inspect.signature(kind.step).parameters.get("closure")
+    if closure is not None and closure.default is inspect.Parameter.empty:
         raise ConfigError(
-            f"{key} must be one of {known}, or the import path of an optimizer class, got {path!r}"
-        ) from error
+            f"optimizer.name {allowed}, got {path!r}, which computes the loss several times per update: a step's samples "
+            "are forwarded once"
+        )
+    return kind

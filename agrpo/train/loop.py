@@ -90,15 +90,16 @@ class Trainer:
         proximal = self.proximal.of(self.model, work.rows, work.num_updates, self.ranks.device)
         size, optimizer_s = len(work.rows) // work.num_updates, 0.0
         for number, (row, shares, before) in enumerate(zip(work.rows, work.shares, proximal, strict=True), 1):
-            self._accumulate(work.index, row, shares, before, size)
+            self._accumulate(row, shares, before, size)
             if number % size == 0:
                 self.timer.stop()
                 optimizer_s += self._update(work.index)
                 self.timer.start()
         self.timer.stop()
+        self.trace.write(work.index)
         self.window.add("perf/optimizer_s", optimizer_s)
 
-    def _accumulate(self, step_index: int, row: Any, shares: Any, proximal: Any, num_microbatches: int) -> None:
+    def _accumulate(self, row: Any, shares: Any, proximal: Any, num_microbatches: int) -> None:
         """Forward and backward of one of an update's microbatches; nothing here waits for the device."""
         self.forward_timer.start()
         on_device = DeviceRow.of(row, self.ranks.device)
@@ -112,7 +113,7 @@ class Trainer:
         self.forward_timer.stop()
         self.updater.backward(value)
         self.figures.add(self.loss, terms, value)
-        self.trace.add(step_index, row, terms)
+        self.trace.add(row, terms)
         self.parity.add(terms, self.version if self.is_synced else None)
 
     def _update(self, step_index: int) -> float:

@@ -10,22 +10,34 @@ from __future__ import annotations
 import json
 import zlib
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+if TYPE_CHECKING:
+    import torch
+
 
 class Trace:
-    """Appends one line per sample and step; reading the log-probs waits for the device."""
+    """Appends one line per sample and step."""
 
     def __init__(self, run_dir: Path, rank: int):
         path = run_dir / "trained" / f"rank-{rank}.jsonl"
         path.parent.mkdir(exist_ok=True)
         self._file = path.open("a", buffering=1, encoding="utf-8")
+        self._rows: list[tuple[Any, torch.Tensor]] = []
 
-    def add(self, step: int, row: Any, terms: Any) -> None:
-        """One row as it was forwarded in `step`; `terms` are its loss terms."""
-        logprobs = terms.trainer_logprobs.detach().float().cpu().numpy()
+    def add(self, row: Any, terms: Any) -> None:
+        """One row as it was forwarded; `terms` are its loss terms, which stay on the device."""
+        self._rows.append((row, terms.trainer_logprobs.detach()))
+
+    def write(self, step: int) -> None:
+        """The lines of the rows of `step`; waits for the device."""
+        rows, self._rows = self._rows, []
+        for row, logprobs in rows:
+            self._write_row(step, row, logprobs.float().cpu().numpy())
+
+    def _write_row(self, step: int, row: Any, logprobs: np.ndarray) -> None:
         order = np.lexsort((row.predicting_index, row.sample_index))
         ends = np.cumsum(np.bincount(row.sample_index, minlength=len(row.group_ids)))
         for sample, places in enumerate(np.split(order, ends[:-1])):
@@ -47,5 +59,8 @@ def row_digest(trained_ids: np.ndarray) -> int:
 class NoTrace:
     """Where no dump is asked for."""
 
-    def add(self, step: int, row: Any, terms: Any) -> None:
+    def add(self, row: Any, terms: Any) -> None:
+        pass
+
+    def write(self, step: int) -> None:
         pass

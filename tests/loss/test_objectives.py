@@ -30,6 +30,25 @@ def samples_terms(ratios, advantages, samples, **fields):
     return make_terms(ratios, advantages, sample_index=index, num_samples=int(index.max()) + 1, **fields)
 
 
+@pytest.mark.parametrize("sampler", [-95.0, -9999.0])
+@pytest.mark.parametrize(
+    "loss", [Grpo(), Dapo(), DrGrpo(length=7), Gspo(), Decoupled(), Decoupled(updates_per_step=2), Cispo(), Tis()]
+)
+def test_a_token_that_the_sampler_held_for_impossible_leaves_the_gradient_finite(loss, sampler):
+    """exp(94) is infinite in float32, and 0 times infinite is NaN in backward though the token is masked."""
+    trainer = torch.tensor([-1.0, -2.0, -1.5], requires_grad=True)
+    terms = samples_terms(
+        [1, 1, 1], [1, 1, 1], [0, 1, 1], trainer_logprobs=trainer, sampler_logprobs=torch.tensor([sampler, -2.0, -1.5]),
+        proximal_logprobs=torch.tensor([-1.0, -2.0, -1.5]),
+    )  # fmt: skip
+    value = loss(terms)
+    value.sum().backward()
+    assert value.isfinite().all() and trainer.grad.isfinite().all()
+    assert trainer.grad[1:].abs().min() > 0
+    if isinstance(loss, Grpo | Gspo):
+        assert trainer.grad[0] == 0
+
+
 @pytest.mark.parametrize(
     ("loss", "ratio", "advantage", "expected"),
     [

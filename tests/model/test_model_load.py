@@ -14,12 +14,12 @@ from model_rank import NoTokenizer
 
 from agrpo.errors import ConfigError
 from agrpo.loss.score_centering import ScoreCentering
-from agrpo.model import checkpoint, load
+from agrpo.model import attention, checkpoint, load
 from agrpo.model.optim import Updater, open_optimizer, parse_options
 from agrpo.model.shard import shard
 from agrpo.model.terms import DeviceRow, token_terms
 from agrpo.model.weights import checkpoint_names, full_tensors
-from agrpo.sections import Fsdp, Model, Optimizer
+from agrpo.sections import Fsdp, Lora, Model, Optimizer
 
 
 @pytest.fixture(scope="module")
@@ -79,13 +79,44 @@ def test_gradient_checkpointing_is_on_by_default_and_can_be_off(folder):
     assert not model.model.layers[0].gradient_checkpointing
 
 
-def test_dropout_of_the_checkpoint_is_off_in_training():
-    config = hf.Qwen3Config(vocab_size=11, hidden_size=8, num_hidden_layers=1, num_attention_heads=2, head_dim=4)
-    model = hf.Qwen3ForCausalLM(config)
+RANDOM = {
+    "attention and MLP": (hf.SeedOssConfig, {}),
+    "layer": (hf.OPTConfig, {"ffn_dim": 40, "word_embed_proj_dim": 24, "layerdrop": 0.5}),
+    "router jitter": (hf.MixtralConfig, {"num_local_experts": 5, "router_jitter_noise": 0.1}),
+    "sampled experts": (hf.PhimoeConfig, {"num_local_experts": 5}),
+}
+
+
+@pytest.mark.parametrize("options", [{}, {"gradient_checkpointing": False}, {"lora": Lora(enabled=True, r=3)}])
+@pytest.mark.parametrize("kind", RANDOM)
+def test_nothing_of_the_model_is_random_in_training(kind, options):
+    config, extra = RANDOM[kind]
+    config = config(vocab_size=61, hidden_size=24, intermediate_size=40, num_hidden_layers=2, num_attention_heads=4,
+                    num_key_value_heads=2, head_dim=6, initializer_range=0.2, **extra)  # fmt: skip
+    attention.register()
+    model = hf.AutoModelForCausalLM.from_config(config, attn_implementation=attention.NAME)
+    model = load.prepare(model, Model(path="-", precision="no", **options))
+    shard(model, Model(path="-", precision="no"), None)
+    row = DeviceRow.of(make_row(group(1, [7, 5])), "cpu")
+    first, second = (token_terms(model, row, 1.0, want_head=False).trainer_logprobs for _ in range(2))
+    assert torch.equal(first, second)
+
+
+def test_the_dropout_of_an_adapter_is_on_and_reaches_nothing_else():
+    model = make_model("qwen3")
     model.model.extra = torch.nn.Dropout(0.3)
-    load.prepare(model, Model(path="-"))
-    assert model.training
-    assert model.model.extra.p == 0
+    load.prepare(model, Model(path="-", lora=Lora(enabled=True, r=3, dropout=0.5)))
+    active = {name for name, m in model.named_modules() if isinstance(m, torch.nn.Dropout) and m.training and m.p}
+    assert active and all("lora_dropout" in name for name in active)
+
+
+@pytest.mark.parametrize("is_on", [True, False])
+def test_layers_are_computed_again_in_backward(is_on):
+    model = load.prepare(make_model("qwen3"), Model(path="-", gradient_checkpointing=is_on))
+    calls = []
+    model.model.layers[1].self_attn.q_proj.register_forward_hook(lambda *args: calls.append(1))
+    _loss(model).backward()
+    assert len(calls) == 1 + is_on
 
 
 @pytest.mark.parametrize(
@@ -169,6 +200,15 @@ def test_weight_decay_leaves_norms_alone_and_options_parse(folder):
         open_optimizer(model, Optimizer(name="adamm"))
     with pytest.raises(ConfigError, match="optimizer.options"):
         open_optimizer(model, Optimizer(options={"beta9": 1}))
+    for name, text in (
+        ("torch.optim.Muon", "torch.optim.Muon .* cannot train this model: .*2D"),
+        ("torch.optim.LBFGS", "the loss several times"),
+        ("torch.optim.lr_scheduler", "which is none"),
+        ("torch.nn.Linear", "which is none"),
+    ):
+        with pytest.raises(ConfigError, match=f"optimizer.name.*{text}") as refused:
+            open_optimizer(model, Optimizer(name=name))
+        assert "\n" not in str(refused.value)
 
 
 @pytest.mark.parametrize(
