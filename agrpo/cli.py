@@ -172,7 +172,8 @@ def doctor(
 EVAL_HELP = """Play the evaluations of a configuration for MODEL, a folder or a Hub id, with a server started for it.
 
 OVERRIDES are those of agrpo train; the group eval says what is asked. The mean reward comes with its 95 % interval over
-prompts (normal approximation), pass@k is the unbiased estimate. Results go to evaluation.json in run.output_dir.
+prompts (normal approximation), pass@k is the unbiased estimate. Results go to evaluation.json in run.output_dir. Ends with
+exit code 4 where an evaluation scored nothing.
 
 \b
 Examples:

@@ -22,6 +22,7 @@ from agrpo.types import Group, Prompt, Rollout
 Play = Callable[[Prompt, int, int], Awaitable[Rollout]]  # prompt, group id, slot
 Score = Callable[[Group], Awaitable[Group]]
 Result = dict[str, float]
+NO_LENGTH = "max_prompts must be set (>= 1), because these data have no length (a stream, or none at all), got null"
 SURE = 1.96  # standard errors on each side that hold 95 % of a normal distribution
 
 
@@ -45,7 +46,11 @@ class Evaluation:
     pass_at: list[int] = setting(factory=lambda: [1], doc="the k of pass@k, each at most num_rollouts; [] = none")
 
     def problems(self, config: Any) -> list[str]:
-        lines = list(self.data.problems(config))
+        # No epoch of these data has to end a run.
+        asked = replace(config, run=replace(config.run, max_steps=config.run.max_steps or 1))
+        lines = list(self.data.problems(asked))
+        if self.max_prompts is None and getattr(self.data, "is_endless", False):
+            lines.append(NO_LENGTH)
         if self.scorer is not None and hasattr(self.scorer, "problems"):
             lines += [f"scorer: {line}" for line in self.scorer.problems(replace(config, data=self.data))]
         if not all(1 <= k <= self.num_rollouts for k in self.pass_at):
@@ -94,7 +99,7 @@ class Evaluation:
 
     def _count(self, prompts: Any) -> int:
         if not hasattr(prompts, "__len__"):
-            return self.max_prompts or 0
+            return self.max_prompts  # never null: `problems`, and a source that does not say so, where it is opened
         return min(len(prompts), self.max_prompts or len(prompts))
 
     async def _group(self, group_id: int, prompt: Prompt, play: Play, score: Score, version: int) -> Group:

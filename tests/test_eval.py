@@ -1,6 +1,8 @@
 """What rewards come to, by hand and by counting every draw; which evaluations are refused."""
 
 import asyncio
+import contextlib
+import dataclasses
 import itertools
 import math
 from types import SimpleNamespace as Bag
@@ -8,7 +10,12 @@ from types import SimpleNamespace as Bag
 import numpy as np
 import pytest
 
-from agrpo.eval import Evaluation, mean_and_ci95, pass_at
+from agrpo.config import Devices, check, compose
+from agrpo.data.hub import Hub
+from agrpo.data.none import NoData
+from agrpo.errors import ConfigError
+from agrpo.eval import NO_LENGTH, Evaluation, mean_and_ci95, pass_at
+from agrpo.rollout.__main__ import open_evaluations
 from agrpo.types import Prompt, Rollout, Turn
 
 
@@ -70,8 +77,26 @@ def test_a_result_is_of_one_version_or_there_is_none():
     assert evaluated([rollout_of([4, 4, 4], 1.0), rollout_of([], failure="stale")]) == {}
 
 
+def problems_of(evaluation):
+    config, _ = check(compose(["+recipe=quickstart"]), Devices())
+    return evaluation.problems(dataclasses.replace(config, run=dataclasses.replace(config.run, max_steps=None)))
+
+
+def test_data_without_a_length_need_a_number_of_prompts(tmp_path):
+    """Neither they nor a source that does not say so are evaluated on no prompt at all; nor do they need run.max_steps."""
+    (tmp_path / "rows.jsonl").write_text('{"prompt": [{"role": "user", "content": "2 + 2"}]}\n')
+    stream = Hub(path=str(tmp_path / "rows.jsonl"), streaming=True)
+    assert problems_of(Evaluation(data=stream)) == [NO_LENGTH]
+    assert problems_of(Evaluation(data=stream, max_prompts=3)) == []
+    assert problems_of(Evaluation(data=NoData()))[-1] == NO_LENGTH
+    own = Bag(open=lambda needs_prompt: iter([]))
+    config = Bag(env=Bag(), rollout=Bag(workflow=None), eval={"held": Evaluation(data=own)})
+    with pytest.raises(ConfigError, match="eval.held.max_prompts must be set"):
+        asyncio.run(open_evaluations(config, contextlib.AsyncExitStack()))
+
+
 def test_k_must_not_exceed_the_rollouts():
     data = Bag(problems=lambda config: [], open=None)
-    assert Evaluation(data=data, num_rollouts=4, pass_at=[1, 4]).problems(None) == []
-    (line,) = Evaluation(data=data, num_rollouts=2, pass_at=[1, 4]).problems(None)
+    assert problems_of(Evaluation(data=data, num_rollouts=4, pass_at=[1, 4])) == []
+    (line,) = problems_of(Evaluation(data=data, num_rollouts=2, pass_at=[1, 4]))
     assert line == "pass_at must hold numbers from 1 to num_rollouts=2, got [1, 4]"

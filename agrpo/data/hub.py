@@ -43,6 +43,10 @@ class Hub:
         refuse(self._data_problems(dataset, needs_prompt))
         return HubStream(dataset, self.path) if self.streaming else HubRows(dataset)
 
+    @property
+    def is_endless(self) -> bool:
+        return self.streaming
+
     def columns(self) -> list[str] | None:
         if self._setting_problems() or not self._is_local():
             return None

@@ -19,6 +19,10 @@ class NoData:
     def open(self, needs_prompt: bool = False) -> None:
         return None
 
+    @property
+    def is_endless(self) -> bool:
+        return True
+
     def columns(self) -> list[str] | None:
         return []
 

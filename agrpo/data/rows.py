@@ -32,7 +32,7 @@ class Stream(Protocol):
 
 
 class Source(Protocol):
-    """A data option."""
+    """A data option. With a true `is_endless` it says, before it is opened, that it has no length."""
 
     shuffle: bool
     seed: int | None  # None = run.seed

@@ -10,6 +10,7 @@ import contextlib
 import dataclasses
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -36,6 +37,15 @@ if TYPE_CHECKING:
 FOLDER = ".doctor"  # in the run's folder: on its disk, visible to whoever the run's files are visible to
 PART_S = 120.0  # for one part without a server
 STEP_S = 600.0  # for a step, beyond what the server may take to start
+OWN_FIX = re.compile(r"; (?:fix: |run: )?((?:pip install|add|choose|give|install|lower|name|raise|remove|rename|set|use) .+)")
+FIXES = {
+    "configuration": "change the key that it names; `agrpo train OVERRIDES --cfg job` prints what was composed",
+    "data": "choose other data (data.path) or mend these: a run would end with this error",
+    "rewards": "mend what scorer.functions names: a run would end with this error",
+    "tools": "mend what env or rollout.workflow names: a run would end with this error",
+    "server": "read the server's own log, and start it with the command that `agrpo serve OVERRIDES --print` gives",
+    "step": "mend what it names: a run would end with this error",
+}
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -60,12 +70,21 @@ def examine(request: Request, options: Options) -> None:
     findings: list[Finding] = []
     printer = _Printer(options.as_json)
     for finding in _findings(jobs_found[0] if jobs_found else None, faults, options):
-        findings.append(finding)
-        printer.add(finding)
+        findings.append(with_fix(finding))
+        printer.add(findings[-1])
     printer.close(findings)
     failed = list(dict.fromkeys(f.name for f in findings if f.status == "fail"))
     if failed:
         raise ServerError(f"failed: {', '.join(failed)}")
+
+
+def with_fix(finding: Finding) -> Finding:
+    """A failure says what to do: what its own text ends with, else what helps against any failure of that part."""
+    if finding.status != "fail" or finding.fix:
+        return finding
+    if own := OWN_FIX.search(finding.found):
+        return dataclasses.replace(finding, found=finding.found[: own.start()], fix=own[1])
+    return dataclasses.replace(finding, fix=FIXES.get(finding.name.partition(":")[0], FIXES["step"]))
 
 
 def _findings(job: Job | None, faults: list[Finding], options: Options) -> Iterator[Finding]:
@@ -98,22 +117,27 @@ def _in_processes(config: Config, overrides: list[str], options: Options) -> Ite
     keep = False
     try:
         save(config, scratch, overrides)
-        for name in ("data", "rewards", "tools"):
-            yield from _part(name, scratch, options.part_s)
-        if not options.with_server:
-            if not plan.is_managed(config):
-                yield from _part("server", scratch, options.part_s)
-            yield Finding("step", "skip", "no server is started and no weights are sent (--no-server)")
-        else:
-            limit = (config.server.timeout if plan.is_managed(config) else 0) + options.step_s
-            for finding in _part("step", scratch, limit, config.checkpoint.hub.token):
-                keep |= finding.status == "fail" and (scratch / "run").exists()
-                yield finding
+        for finding in _of_parts(config, scratch, options):
+            keep |= str(scratch) in finding.fix
+            yield finding
     finally:
-        if keep:
-            print(f"the log files of the failed step are kept in {scratch / 'run' / 'logs'}", file=sys.stderr)
-        else:
+        if not keep:  # else a fix names a log file there
             shutil.rmtree(scratch if existed else _emptied(scratch), ignore_errors=True)
+
+
+def _of_parts(config: Config, scratch: Path, options: Options) -> Iterator[Finding]:
+    for name in ("data", "rewards", "tools"):
+        yield from _part(name, scratch, options.part_s)
+    if not options.with_server:
+        if not plan.is_managed(config):
+            yield from _part("server", scratch, options.part_s)
+        yield Finding("step", "skip", "no server is started and no weights are sent (--no-server)")
+        return
+    limit = (config.server.timeout if plan.is_managed(config) else 0) + options.step_s
+    yield from _part("step", scratch, limit, config.checkpoint.hub.token)
+    if config.run.num_nodes > 1:
+        text = f"the step ran on this machine alone; the {config.run.num_nodes - 1} that join at {config.run.master} are not looked at"
+        yield Finding("nodes", "skip", text)
 
 
 def _emptied(scratch: Path) -> Path:
@@ -154,17 +178,18 @@ def _part(name: str, scratch: Path, limit_s: float, token: str | None = None) ->
             os.killpg(child.pid, signal.SIGKILL)
         child.wait()
     if code and not has_failed:
-        yield Finding(name, "fail", f"its process ended with exit code {code}: {last_line(log)}", seconds=time.monotonic() - began)
+        text = f"its process ended with exit code {code}: {last_line(log) or 'it said nothing'}"
+        fix = f"read its log, {log}" if log.stat().st_size else "look for what killed it: often the memory was used up (dmesg)"
+        yield Finding(name, "fail", text, fix, time.monotonic() - began)
 
 
 def _overdue(name: str, log: Path, limit_s: float) -> Finding:
-    flag = "--step-limit" if name == "step" else "--limit"
-    said = last_line(log)
+    flag, said, logs = "--step-limit" if name == "step" else "--limit", last_line(log), log.parent / "run" / "logs"
     return Finding(
         name,
         "fail",
         f"not through within {limit_s:g} s" + (f"; the last it said: {said}" if said else ""),
-        f"find out what it waits for, or allow more with {flag} SECONDS",
+        f"read in {logs if logs.exists() else log} what it waits for, or allow more with {flag} SECONDS",
         limit_s,
     )
 

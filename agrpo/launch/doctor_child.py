@@ -9,6 +9,7 @@ import asyncio
 import contextlib
 import dataclasses
 import json
+import math
 import re
 import sys
 import time
@@ -239,7 +240,8 @@ def step(config: Config, folder: Path, tell: Tell) -> None:
     try:
         summary = supervise(tried, [], [], check_server=checked)
     except AgrpoError as error:
-        tell(Finding("step", "fail", _short(str(error), 1500), "see the log files that are named below"))
+        logs = folder / "run" / "logs"
+        tell(Finding("step", "fail", _short(str(error), 1500), f"read the log files in {logs}" if logs.exists() else ""))
         return
     tell(_stepped(summary, folder / "run", time.monotonic() - began))
 
@@ -257,17 +259,24 @@ def _stepped(summary: dict[str, Any], run_dir: Path, seconds: float) -> Finding:
 
 
 def _smallest(config: Config, run_dir: Path) -> Config:
-    """The same components with the least work that makes a step; nothing is logged elsewhere or uploaded."""
-    replace = dataclasses.replace
+    """The same components with the least work that makes a step on this machine; nothing is logged elsewhere or uploaded."""
+    replace, fsdp = dataclasses.replace, config.model.fsdp
     answer = min(config.sampler.max_completion_length, MAX_TOKENS)
     budget = config.packer.token_budget
     longest = _longest_prompt(config) + answer
     advantage = config.advantage
     if hasattr(advantage, "drop_zero_std"):
         advantage = replace(advantage, drop_zero_std=False)  # answers cut short may all be worth the same
+    # Copies of the sharded model that the ranks of other nodes would hold are left out with them.
+    copies = math.gcd(fsdp.options.get("replicate", 1), config.run.num_processes or 1)
+    options = {**fsdp.options, "replicate": copies} if "replicate" in fsdp.options else fsdp.options
     return replace(
         config,
-        run=replace(config.run, output_dir=str(run_dir), max_steps=1, resume=None, gradient_accumulation_steps=1, objective=None),
+        model=replace(config.model, fsdp=replace(fsdp, options=options)),
+        run=replace(
+            config.run, output_dir=str(run_dir), num_nodes=1, master=None, max_steps=1, resume=None,
+            gradient_accumulation_steps=1, objective=None,
+        ),
         checkpoint=replace(config.checkpoint, strategy="no", save_final=True, hub=replace(config.checkpoint.hub, push="no")),
         rollout=replace(config.rollout, dump_to_file=False, accept_fn=None),
         sampler=replace(config.sampler, max_completion_length=answer),

@@ -33,7 +33,8 @@ LOOK_S = 0.5
 def evaluate(job: Job, as_json: bool) -> None:
     """Start the server, play every evaluation of the configuration, print a table and write `evaluation.json`.
 
-    ServerError where the server dies or the weights change meanwhile, StallError without progress.
+    ServerError where the server dies, the weights change meanwhile or an evaluation scored nothing; StallError without
+    progress.
     """
     config, _ = jobs.check(_without_training(job.tree), job.devices)
     if not config.eval:
@@ -53,13 +54,15 @@ def evaluate(job: Job, as_json: bool) -> None:
             server.start()
             server.await_healthy(lambda: _raise_if_dead(server), lambda: [server.child] if server.child else [])
             check.raise_failed(check.rows_of(config, urls, run_dir))
-            results = asyncio.run(_played(config, urls, server))
+            results, unscored = asyncio.run(_played(config, urls, server))
         finally:
             if server.child is not None:
                 stop([server.child], SERVER_GRACE_S)
     answer = {"model": config.model.path, "evaluations": results}
     write_atomic(run_dir / FILE_NAME, json.dumps(answer, indent=1) + "\n")
     print(json.dumps(answer, indent=1)) if as_json else show(results, run_dir / FILE_NAME)
+    if unscored:
+        raise ServerError("\n".join(unscored))
 
 
 def _without_training(tree: dict[str, Any]) -> dict[str, Any]:
@@ -79,8 +82,10 @@ def _raise_if_dead(server: Server) -> None:
         raise diagnosis.died(server.child, [server.child], "")
 
 
-async def _played(config: Config, urls: tuple[str, ...], server: Server) -> dict[str, dict[str, float | None]]:
-    """Name -> figures, each of the one version that the server says it has."""
+async def _played(
+    config: Config, urls: tuple[str, ...], server: Server
+) -> tuple[dict[str, dict[str, float | None]], list[str]]:
+    """Name -> figures, each of the one version that the server says it has; and a line for each that scored nothing."""
     from agrpo.rollout import __main__ as rollout
 
     rollout.leave_the_training_world()
@@ -118,7 +123,7 @@ async def _played(config: Config, urls: tuple[str, ...], server: Server) -> dict
             for task in (work, watching):
                 task.cancel()
             await asyncio.gather(work, watching, return_exceptions=True)
-    return results
+    return results, list(evaluating.unscored.values())
 
 
 def show(results: dict[str, dict[str, float]], path: Path) -> None:

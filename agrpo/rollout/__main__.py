@@ -252,11 +252,15 @@ async def open_evaluations(config: Any, stack: contextlib.AsyncExitStack) -> dic
     """By name: each with its prompts, in their order, without any where an environment gives them, and its own scorer."""
     from agrpo.data.prompts import prompts_of
     from agrpo.data.rows import gives_prompts
+    from agrpo.errors import ConfigError
+    from agrpo.eval import NO_LENGTH
     from agrpo.rollout.evaluating import Opened
 
     needs, opened = not gives_prompts(config), {}
     for name, evaluation in config.eval.items():
         rows = await asyncio.to_thread(evaluation.data.open, needs_prompt=needs)
+        if evaluation.max_prompts is None and not hasattr(rows, "__len__"):
+            raise ConfigError(f"eval.{name}.{NO_LENGTH}")
         scorer = None
         if evaluation.scorer is not None:
             columns = evaluation.data.columns() if hasattr(evaluation.data, "columns") else None

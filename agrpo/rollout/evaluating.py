@@ -7,6 +7,7 @@ rollouts that still generate are then given up, and the evaluation they belong t
 from __future__ import annotations
 
 import asyncio
+import collections
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -82,6 +83,23 @@ class Asked:
         return ask
 
 
+class _Reasons:
+    """Why rollouts gave no reward: how often each reason, and what was said of it last."""
+
+    def __init__(self) -> None:
+        self._counts: collections.Counter[str] = collections.Counter()
+        self._texts: dict[str, str] = {}
+
+    def add(self, reason: str, text: str) -> None:
+        self._counts[reason] += 1
+        self._texts[reason] = " ".join(text.split())
+
+    def text(self) -> str:
+        for reason, count in self._counts.most_common(1):
+            return f"most often ({count} times) {reason}: {self._texts[reason]}"
+        return "every reward function returned None for all of them"
+
+
 class Evaluating:
     """Runs the evaluations that are asked for, one after the other."""
 
@@ -89,6 +107,7 @@ class Evaluating:
         self._opened, self._slots, self._judge, self._progress = opened, slots, judge, progress
         self._windows: set[EvaluationWindow] = set()
         self._turn = asyncio.Lock()  # evaluations share their group ids
+        self.unscored: dict[str, str] = {}  # evaluation -> why no rollout of it was scored, the last time
 
     def due_at_start(self) -> list[str]:
         return [name for name, opened in self._opened.items() if opened.evaluation.at_start]
@@ -100,28 +119,36 @@ class Evaluating:
         try:
             async with self._turn:
                 for name in names:
-                    result = {} if window.is_stopped else await self._result(self._opened[name], window)
+                    result = {} if window.is_stopped else await self._result(name, window)
                     if not result:
                         _log.warning("evaluation %s of version %d was given up: the weights changed", name, version)
                     await send(name, result)
         finally:
             self._windows.discard(window)
 
-    async def _result(self, opened: Opened, window: EvaluationWindow) -> Result:
+    async def _result(self, name: str, window: EvaluationWindow) -> Result:
+        opened, failures = self._opened[name], _Reasons()
         evaluation = opened.evaluation
         asked = Asked(window, evaluation.temperature, evaluation.max_completion_length)
 
         async def play(prompt: Prompt, group_id: int, slot: int) -> Rollout:
             rollout = await self._slots.play(prompt, group_id, slot, asked)
+            if rollout.failure is not None:
+                failures.add(rollout.failure, rollout.failure_text)
             self._progress("evaluating")
             return rollout
 
         async def score(group: Group) -> Group:
-            scored = await self._judge.score(group, opened.scorer)
+            scored = await self._judge.score(group, opened.scorer, lambda error: failures.add("scorer_error", str(error)))
             self._progress("evaluating")
             return scored
 
-        return await evaluation.run(opened.prompts, play, score, window.asked_at)
+        result = await evaluation.run(opened.prompts, play, score, window.asked_at)
+        self.unscored.pop(name, None)
+        if result and not result["rollouts_count"]:
+            self.unscored[name] = f"no rollout of evaluation {name} was scored; {failures.text()}"
+            _log.warning("%s", self.unscored[name])
+        return result
 
     def stop(self) -> None:
         """Give up what still generates."""

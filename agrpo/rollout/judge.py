@@ -154,13 +154,15 @@ class Judge:
         self._window.add("rollout/score_s", time.monotonic() - started, 1)
         return scored
 
-    async def score(self, group: Group, scorer: Any = None) -> Group:
-        """The group of an evaluation with rewards, of its own scorer if it has one; without any where scoring failed."""
+    async def score(
+        self, group: Group, scorer: Any = None, failed: Callable[[BaseException | None], None] = lambda error: None
+    ) -> Group:
+        """The group of an evaluation with rewards, of its own scorer if it has one; without any where scoring `failed`."""
         async with self._scoring:
             try:
                 group = await self._rewarded(group, scorer or self._scorer)
-            except Dropped:
-                pass
+            except Dropped as dropped:
+                failed(dropped.__cause__)
         if self._dump is not None:
             await self._dump.write(group, is_eval=True)
         return group

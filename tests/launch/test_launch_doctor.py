@@ -11,8 +11,10 @@ from types import SimpleNamespace as Bag
 import pytest
 
 from agrpo.config import Devices, check, compose
+from agrpo.launch import doctor as examining
 from agrpo.launch import doctor_child, doctor_host, plan
 from agrpo.launch.preview import GIB
+from agrpo.launch.processes import free_ports
 
 ROOT = Path(__file__).parents[2]
 BROKEN = """
@@ -42,7 +44,9 @@ def doctor(folder: Path, *arguments: str, limit_s: float = 300) -> tuple[int, di
         env=environment, cwd=folder, text=True, capture_output=True, timeout=limit_s,
     )  # fmt: skip
     assert "Traceback" not in done.stderr, done.stderr
-    return done.returncode, json.loads(done.stdout)
+    answer = json.loads(done.stdout)
+    assert all(row["fix"] for row in answer["rows"] if row["status"] == "fail"), answer
+    return done.returncode, answer
 
 
 def by_name(answer: dict) -> dict[str, dict]:
@@ -50,7 +54,9 @@ def by_name(answer: dict) -> dict[str, dict]:
 
 
 def test_a_configuration_that_is_well_has_every_part_and_leaves_nothing_behind(tmp_path):
-    code, answer = doctor(tmp_path, "+recipe=quickstart", f"run.output_dir={tmp_path}/run", "rollout.group_size=4")
+    """One of two nodes: the other is nobody's to wait for."""
+    nodes = ("run.num_nodes=2", f"run.master=127.0.0.1:{free_ports(1)[0]}", "run.num_processes=1")
+    code, answer = doctor(tmp_path, "+recipe=quickstart", f"run.output_dir={tmp_path}/run", "rollout.group_size=4", *nodes)
     assert code == 0 and answer["ok"], answer
     rows = by_name(answer)
     parts = "versions devices network configuration memory disk data prompt template scorer rewards tools"
@@ -58,14 +64,23 @@ def test_a_configuration_that_is_well_has_every_part_and_leaves_nothing_behind(t
         assert rows[name]["status"] in ("ok", "warn", "skip"), rows[name]
     assert "correct 0.0" in rows["rewards"]["found"] and "tokens, mean" in rows["prompt"]["found"]
     assert "grad_norm" in rows["step"]["found"] and rows["step"]["seconds"] > 0
+    assert rows["nodes"]["found"].startswith("the step ran on this machine alone; the 1 that join at 127.0.0.1:")
     assert not (tmp_path / "run").exists()
+
+
+def test_copies_of_the_sharded_model_on_other_nodes_are_left_out(tmp_path):
+    """Eight ranks on two nodes hold two copies; the four of one node can hold two as well, three ranks of one node one."""
+    for num_processes, copies in ((4, 2), (3, 1)):
+        nodes = ("run.num_nodes=2", "run.master=127.0.0.1:29400", f"run.num_processes={num_processes}", "+model.fsdp.options={replicate: 2}")
+        tried = doctor_child._smallest(small(*nodes), tmp_path)
+        assert (tried.run.num_nodes, tried.run.num_processes, tried.model.fsdp.options) == (1, num_processes, {"replicate": copies})
 
 
 def test_failures_come_with_their_fix_and_a_part_that_hangs_ends_at_its_limit(tmp_path):
     (tmp_path / "broken.py").write_text(BROKEN)
     code, answer = doctor(
         tmp_path, "+recipe=quickstart", f"run.output_dir={tmp_path}/run", "scorer.functions=[broken.raises]",
-        "env.factory=broken.Slow", "--no-server", "--limit", "90",
+        "env.factory=broken.Slow", "--no-server", "--limit", "45",
     )  # fmt: skip
     rows = by_name(answer)
     assert code == 4 and not answer["ok"]
@@ -74,7 +89,7 @@ def test_failures_come_with_their_fix_and_a_part_that_hangs_ends_at_its_limit(tm
     said = f": reward function raises raised KeyError: 'answer' ({tmp_path}/broken.py, line {line})"
     assert rows["rewards"]["status"] == "fail" and rows["rewards"]["found"].endswith(said)
     assert rows["rewards"]["fix"].startswith("a run would drop such groups")
-    assert rows["tools"]["found"] == "not through within 90 s; the last it said: asking a service that never answers"
+    assert rows["tools"]["found"] == "not through within 45 s; the last it said: asking a service that never answers"
     assert "--limit" in rows["tools"]["fix"] and rows["step"]["status"] == "skip"
 
 
@@ -85,6 +100,27 @@ def test_an_environment_that_cannot_be_reset_is_a_failure(tmp_path, monkeypatch)
     asyncio.run(doctor_child._tools(small("env.factory=broken.Room"), found.append))
     assert [(f.name, f.status) for f in found] == [("environment", "fail")]
     assert "no room at the inn" in found[0].found and found[0].fix.startswith("mend the environment")
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "found", "fix"),
+    [
+        ("data", "data: package `datasets` is not installed; run: pip install x", "data: package `datasets` is not installed", "pip install x"),
+        ("data", "data.path: x does not exist; give a file", "data.path: x does not exist", "give a file"),
+        ("configuration", "loss.beta must be at least 0, got -1", "loss.beta must be at least 0, got -1", examining.FIXES["configuration"]),
+        ("rewards", "odd returned nan; see its code", "odd returned nan; see its code", examining.FIXES["rewards"]),
+        ("server: reachable", "healthy, but slow", "healthy, but slow", examining.FIXES["server"]),
+        ("step", "it ended", "it ended", examining.FIXES["step"]),
+    ],
+)
+def test_a_failure_without_a_fix_of_its_own_gets_one(name, text, found, fix):
+    got = examining.with_fix(doctor_host.Finding(name, "fail", text))
+    assert (got.found, got.fix) == (found, fix)
+
+
+def test_a_part_whose_process_dies_names_its_log(tmp_path):
+    (finding,) = examining._part("data", tmp_path, 60)  # a folder without a configuration
+    assert finding.status == "fail" and finding.fix == f"read its log, {tmp_path}/data.log"
 
 
 def test_a_refused_configuration_is_one_part_and_every_fault_is_a_row(tmp_path):

@@ -13,7 +13,7 @@ MODEL = ROOT / "recipes" / "quickstart" / "model"
 
 
 def evaluate(folder: Path, *arguments: str) -> subprocess.CompletedProcess:
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(folder), str(ROOT)])}
     return subprocess.run(
         [sys.executable, "-m", "agrpo", "eval", *arguments],
         env=environment, cwd=folder, text=True, capture_output=True, timeout=240,
@@ -33,6 +33,24 @@ def test_a_model_is_evaluated_alone(tmp_path):
     assert 0.2 < found["reward"] == found["pass_at_1"] < found["pass_at_4"] <= 1
     assert 0 < found["reward_ci95"] < 0.2
     assert not [p for p in psutil.process_iter(["cmdline"]) if str(run) in " ".join(p.info["cmdline"] or [])]
+
+
+RAISES = """
+def asked(completions, **columns):
+    raise KeyError("answer")
+"""
+
+
+def test_an_evaluation_that_scores_nothing_is_a_failure_with_its_reason(tmp_path):
+    (tmp_path / "broken.py").write_text(RAISES)
+    run = tmp_path / "run"
+    done = evaluate(
+        tmp_path, str(MODEL), "+recipe=quickstart", f"run.output_dir={run}", "eval.heldout.max_prompts=5",
+        "+eval.heldout.scorer={_target_: agrpo.scorer.functions.Functions, functions: [broken.asked]}",
+    )  # fmt: skip
+    said = "no rollout of evaluation heldout was scored; most often (5 times) scorer_error: reward function asked raised KeyError: 'answer'"
+    assert done.returncode == 4 and said in done.stderr.splitlines()[-1], done.stderr
+    assert json.loads((run / "evaluation.json").read_text())["evaluations"]["heldout"]["prompts_count"] == 0
 
 
 def test_a_configuration_without_evaluations_is_told_how_to_get_one(tmp_path):
