@@ -10,7 +10,10 @@ from typing import Any
 import numpy as np
 
 RECENT = 10  # windows that "now" is the mean of, and over which a trend counts (DIAG-4)
-BRIEF = 3  # windows that "best" and "latest" are the mean of
+BRIEF = 3  # windows that "best" is the mean of
+LIKELY, CERTAIN = 3.0, 4.5  # standard errors: of one figure, of the most extreme of many
+_BLOCKS = 8  # means that do not overlap, from which their own spread is known
+_NORMAL = 0.6745  # median of abs(x) of a normal x with standard deviation 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,13 +47,16 @@ class History:
         """The highest mean of BRIEF windows in a row, of half of them in a short run; None with fewer than two."""
         values = self.values(name)
         width = min(BRIEF, len(values) // 2)
-        return float(np.convolve(values, np.full(width, 1 / width), mode="valid").max()) if width else None
+        return float(_means(values, width).max()) if width else None
 
-    def latest(self, name: str) -> float | None:
-        """The mean of as many windows as `best` takes, at the end."""
-        values = self.values(name)
-        width = min(BRIEF, len(values) // 2)
-        return math.fsum(values[-width:]) / width if width else None
+    def fall(self, name: str, least: float) -> tuple[float, float] | None:
+        """(the best mean of BRIEF or of RECENT windows, the mean of as many at the end) where the end lies lower by
+        `least` and by more than noise explains; None else."""
+        return _fall(self.values(name), least)
+
+    def has_risen(self, name: str, least: float) -> bool:
+        """The same upwards: whether the end lies above the lowest means."""
+        return _fall([-value for value in self.values(name)], least) is not None
 
     def change(self, name: str) -> float | None:
         """What the straight line through the last RECENT windows rises by from the first to the last of them.
@@ -61,6 +67,15 @@ class History:
         if len(values) < RECENT:
             return None
         return float(np.polyfit(np.arange(RECENT), values, 1)[0] * (RECENT - 1))
+
+    def drift(self, name: str) -> float | None:
+        """`change`, or 0 where it is within LIKELY standard errors: what noise alone gives."""
+        change = self.change(name)
+        if change is None:
+            return None
+        # of the slope: noise / sqrt(sum of (i - mean)^2) = noise * sqrt(12 / (n^3 - n))
+        error = _noise(self.values(name)) * math.sqrt(12 / (RECENT**3 - RECENT)) * (RECENT - 1)
+        return change if abs(change) >= max(LIKELY * error, _rounding(self.values(name))) else 0.0
 
     def total(self, name: str) -> float:
         """Sum over the whole run, the first record included; for counts."""
@@ -78,3 +93,45 @@ class History:
     @property
     def num_steps(self) -> int:
         return int(self.records[-1]["step"]) if self.records else 0
+
+
+def _fall(values: Sequence[float], least: float) -> tuple[float, float] | None:
+    """As `History.fall`. The best of many means of nothing but noise lies well above the last, hence CERTAIN errors."""
+    widths = (BRIEF, RECENT) if len(values) >= 2 * RECENT else (min(BRIEF, len(values) // 2),)
+    for width in filter(None, widths):
+        means = _means(values, width)
+        best, now = float(means.max()), float(means[-1])
+        error = math.sqrt(2) * _error_of_mean(values, width)
+        if best - now >= max(least, CERTAIN * error, _rounding(values)):
+            return best, now
+    return None
+
+
+def _rounding(values: Sequence[float]) -> float:
+    """What equal values may seem to differ by once they were summed."""
+    return max(1e-9 * max(map(abs, values)), 1e-300)
+
+
+def _means(values: Sequence[float], width: int) -> np.ndarray:
+    """Mean of each `width` neighbours."""
+    return np.convolve(values, np.full(width, 1 / width), mode="valid")
+
+
+def _noise(values: Sequence[float]) -> float:
+    """Standard deviation of single values about their course, from the differences of neighbours.
+
+    Their median, so that one jump does not count; at least half of their root mean square, since the median of values
+    that are mostly equal is 0.
+    """
+    steps = np.diff(values) / math.sqrt(2)
+    if not len(steps):
+        return 0.0
+    return float(max(np.median(np.abs(steps)) / _NORMAL, np.sqrt(np.mean(steps**2)) / 2))
+
+
+def _error_of_mean(values: Sequence[float], width: int) -> float:
+    """Standard error of a mean of `width` neighbours; from such means where there are many, so that noise which lasts
+    over several of them counts in full."""
+    error = _noise(values) / math.sqrt(width)
+    blocks = np.reshape(values[len(values) % width :], (-1, width)).mean(axis=1)
+    return max(error, _noise(blocks)) if len(blocks) >= _BLOCKS else error

@@ -113,8 +113,8 @@ def concurrency(h: History) -> Finding | None:
 
 
 def slow_sync(h: History) -> Finding | None:
-    step_s, sync_s = h.now("perf/step_s"), h.now("perf/weight_sync_s")
-    if not step_s or sync_s is None or sync_s / step_s < SLOW_SYNC:
+    step_s, sync_s, every = h.now("perf/step_s"), h.now("perf/weight_sync_s"), h.setting("sync.every_steps", 1)
+    if not step_s or sync_s is None or sync_s / every / step_s < SLOW_SYNC:
         return None
     parts = {
         "waiting for the server's pause": h.now("perf/weight_sync_pause_s") or 0.0,
@@ -122,7 +122,8 @@ def slow_sync(h: History) -> Finding | None:
         "sending": h.now("perf/weight_sync_transfer_s") or 0.0,
     }
     longest = max(parts, key=lambda name: parts[name])
-    figure = f"the weight sync takes {sync_s:.2f} s of each {step_s:.2f} s step ({share(sync_s / step_s)})"
+    spans = f"of each {step_s:.2f} s step" if every == 1 else f"after every {every} steps of {step_s:.2f} s"
+    figure = f"the weight sync takes {sync_s:.2f} s {spans} ({share(sync_s / every / step_s)})"
     cause = f"most of it is {longest} ({parts[longest]:.2f} s)"
     return Finding(
         "slow-sync", NOTE, figure, cause, "Sync less often (samples age by as many steps), or make steps longer.",
@@ -133,7 +134,9 @@ def slow_sync(h: History) -> Finding | None:
 def stale(h: History) -> Finding | None:
     """Samples that were generated and then too old to train."""
     dropped = h.total("sample/dropped_stale_count")
-    trained = sum(h.values("batch/samples_per_step")) * h.setting("logger.logging_steps", 1)  # a record has its steps' mean
+    trained = sum(h.values("batch/samples_per_step")) * h.setting(
+        "logger.logging_steps", 1
+    )  # a record has its steps' mean
     if not dropped or dropped / (dropped + trained) < STALE:
         return None
     return Finding(
@@ -214,9 +217,9 @@ def uneven_ranks(h: History) -> Finding | None:
 
 
 def _more(h: History, key: str, default: int | None = None) -> str:
-    """`key=` twice its value; empty where the run does not say it."""
+    """`key=` twice its value, 1 instead of 0; empty where the run does not say it."""
     value = h.setting(key, default)
-    return f"{key}={2 * value}" if value else ""
+    return "" if value is None else f"{key}={2 * value or 1}"
 
 
 def _less(h: History, key: str, default: int | None = None) -> str:

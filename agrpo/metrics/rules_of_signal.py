@@ -21,8 +21,13 @@ ENGINE_GAP = 0.05  # nats per token
 def saturation(h: History) -> Finding | None:
     """DIAG-3: groups whose rewards are all equal, by where those rewards lie."""
     zero, reward = h.now("frac_reward_zero_std"), h.now("reward")
-    if zero is None or reward is None:
+    if zero is None:
         return None
+    if reward is None:
+        return Finding(
+            "no-signal", WARNING, f"{share(zero)} of the groups give no gradient", "no rollout has a reward: every source gave None",
+            "Look at what the reward functions are given and return: agrpo view RUN.",
+        )  # fmt: skip
     figure = f"{share(zero)} of the groups have equal rewards, the mean reward is {reward:.3g}"
     bounds = h.setting("scorer.reward_range")
     if bounds is None:
@@ -33,9 +38,10 @@ def saturation(h: History) -> Finding | None:
             "'scorer.reward_range=[0,1]'",
         )  # fmt: skip
     low, high = bounds
-    span, dropped = high - low, h.now("reward_dropped")
+    span = high - low
+    equal, of_whom = (reward, "all groups") if _keeps_equal(h) else (h.now("reward_dropped"), "the dropped groups")
     if _is_regression(h):
-        rising, falling = h.change("frac_reward_zero_std"), h.change("reward")
+        rising, falling = h.drift("frac_reward_zero_std"), h.drift("reward")
         return Finding(
             "regression", WARNING,
             f"over {RECENT} records equal-reward groups rose by {share(rising)} to {share(zero)} while the reward fell by {-falling:.3g}",
@@ -44,16 +50,16 @@ def saturation(h: History) -> Finding | None:
         )  # fmt: skip
     if zero < SATURATED:
         return Finding("healthy", FINE, figure, "most groups give a gradient")
-    if dropped is None:
+    if equal is None:
         return Finding("no-signal", WARNING, figure, "the dropped groups have no reward at all: every source gave None")
-    figure += f", that of the dropped groups {dropped:.3g} in [{low:g}, {high:g}]"
-    if dropped >= high - EDGE * span:
+    figure += f", that of {of_whom} {equal:.3g} in [{low:g}, {high:g}]"
+    if equal >= high - EDGE * span:
         return Finding(
             "solved", NOTE, figure, "the prompts have become too easy", "Stop here, or go on with harder prompts."
         )
     if fallen(h):
         return None  # its means mix what was before the fall with what came after
-    if dropped <= low + EDGE * span:
+    if equal <= low + EDGE * span:
         return _stuck(h, figure)
     return Finding(
         "mixed", NOTE, figure, "some prompts are too easy and others too hard, or groups share a partial score",
@@ -61,9 +67,17 @@ def saturation(h: History) -> Finding | None:
     )  # fmt: skip
 
 
+def _keeps_equal(h: History) -> bool:
+    """Whether groups of equal rewards are trained too; they have no reward_dropped then."""
+    advantage = h.setting("advantage", {})
+    levels = (advantage.get("mean_level", "group"), advantage.get("std_level", "group"))
+    compares = "group" in levels or advantage.get("rollout_time_norm", False)
+    return not advantage.get("drop_zero_std", True) or not compares
+
+
 def _is_regression(h: History) -> bool:
-    """Groups without signal become more while the reward falls."""
-    rising, falling, bounds = h.change("frac_reward_zero_std"), h.change("reward"), h.setting("scorer.reward_range")
+    """Groups without signal become more while the reward falls, each by more than noise."""
+    rising, falling, bounds = h.drift("frac_reward_zero_std"), h.drift("reward"), h.setting("scorer.reward_range")
     if rising is None or falling is None or bounds is None:
         return False
     return rising >= MOVED and falling <= -MOVED * (bounds[1] - bounds[0])
@@ -83,13 +97,14 @@ def _stuck(h: History, figure: str) -> Finding:
 
 
 def fallen(h: History) -> Finding | None:
-    """The reward lies far below what it once was."""
-    best, now, values = h.best("reward"), h.latest("reward"), h.values("reward")
-    if best is None or now is None or len(values) < FEWEST or _is_regression(h):
+    """The reward lies far below what it once was, and by more than noise."""
+    values = h.values("reward")
+    if len(values) < FEWEST or _is_regression(h):
         return None
-    low, high = h.setting("scorer.reward_range") or (min(values), max(values))
-    if high <= low or best - now < FALLEN * (high - low):
+    found = h.fall("reward", FALLEN * _span(h))
+    if found is None:
         return None
+    best, now = found
     return Finding(
         "fallen", WARNING, f"the mean reward is {now:.3g}, it was {best:.3g}", "the policy has become worse",
         "Continue from a checkpoint before the fall with a lower learning rate.", _less_rate(h),
@@ -102,17 +117,17 @@ def copies(h: History) -> Finding | None:
     if duplicates is None or size < 2:
         return None
     figure = f"{share(duplicates)} of the rollouts repeat another one of their group"
-    if duplicates >= COPIES * (size - 1) / size and _is_learned(h) is not True:
+    if duplicates >= COPIES * (size - 1) / size and not _is_learned(h):
         return Finding(
             "copies", WARNING, figure, f"with groups of {size}, {share((size - 1) / size)} would be copies only",
             "Sampling is not random, or the policy has collapsed: look at the temperature and at the entropy.",
             "sampler.temperature=1.0",
         )  # fmt: skip
-    rise, entropy = h.change("completions/duplicate_frac"), h.change("entropy")
+    rise, entropy = h.drift("completions/duplicate_frac"), h.change("entropy")
     if rise is None or entropy is None or rise < MOVED or entropy >= 0:
         return None
     figure = f"over {RECENT} records repeated rollouts rose by {share(rise)} to {share(duplicates)} while entropy fell by {-entropy:.3g}"
-    if _is_learned(h):
+    if _is_learned(h) or _has_learned(h):
         return Finding(
             "converging", NOTE, figure, "the policy settles on one answer per prompt, and the reward rises with it"
         )
@@ -122,14 +137,27 @@ def copies(h: History) -> Finding | None:
     )  # fmt: skip
 
 
-def _is_learned(h: History) -> bool | None:
-    """Whether the reward rises, or is at the upper end of its range; None where nothing is known of it."""
-    change, now, bounds = h.change("reward"), h.now("reward"), h.setting("scorer.reward_range")
+def _is_learned(h: History) -> bool:
+    """Whether the reward rises by more than noise, or is at the upper end of its range."""
+    now, bounds = h.now("reward"), h.setting("scorer.reward_range")
     if now is None:
-        return None
+        return False
     if bounds is not None and now >= bounds[1] - EDGE * (bounds[1] - bounds[0]):
         return True
-    return None if change is None else change > 0
+    rise = h.drift("reward")
+    return rise is not None and rise > 0 and rise >= MOVED * _span(h)
+
+
+def _has_learned(h: History) -> bool:
+    """Whether the reward is higher than it once was by more than noise, and does not fall now."""
+    return h.has_risen("reward", MOVED * _span(h)) and (h.drift("reward") or 0.0) >= 0
+
+
+def _span(h: History) -> float:
+    """Width of the range of the rewards; of those that were seen where it is not known."""
+    values = h.values("reward")
+    low, high = h.setting("scorer.reward_range") or (min(values), max(values))
+    return high - low
 
 
 def truncated(h: History) -> Finding | None:

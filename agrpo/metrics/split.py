@@ -54,7 +54,9 @@ def measured(history: History) -> Split | None:
     step_s = history.now("perf/step_s")
     if step_s is None:
         return None
-    sync_s = history.now("perf/weight_sync_s") or 0.0
+    sync_s = (history.now("perf/weight_sync_s") or 0.0) / history.setting(
+        "sync.every_steps", 1
+    )  # a sync lasts that long
     busy_s = max(step_s - sync_s, 0.0)
     devices = history.setting("run.devices", {})
     num_servers = len(str(history.setting("server.base_url", "")).split(","))

@@ -1,5 +1,6 @@
 """Every rule of the diagnosis on hand-made records, at both sides of its threshold."""
 
+import numpy as np
 import pytest
 
 from agrpo.config.runner import compose_tree
@@ -194,3 +195,88 @@ def test_a_change_is_that_of_the_straight_line():
     assert history.change("x") == pytest.approx(0.9) and history.now("x") == pytest.approx(0.65)
     assert history.best("x") == pytest.approx(1.0) and history.change("y") is None
     assert (share(0.423), share(0.004), share(0)) == ("42 %", "0.4 %", "0 %")
+
+
+def noise(seed, num, mean=0.5, deviation=0.1):
+    """What the mean reward of a policy that does not change looks like."""
+    values = np.random.default_rng(seed).normal(mean, deviation, num)
+    return lambda i: float(values[i])
+
+
+@pytest.mark.parametrize("scorer", [{}, {"reward_range": [0.0, 1.0]}], ids=["unknown range", "known range"])
+def test_noise_is_no_fall(scorer):
+    lengths, num_seeds = (4, 5, 8, 12, 30, 60, 200), 40
+    false = [
+        (num, seed)
+        for num in lengths
+        for seed in range(num_seeds)
+        if {"fallen", "regression"}
+        & set(found(num, {**SETTINGS, "scorer": scorer}, reward=noise(seed, num), frac_reward_zero_std=noise(-seed % 97, num, 0.2, 0.05)))
+    ]  # fmt: skip
+    assert len(false) <= 0.02 * len(lengths) * num_seeds, false
+
+
+@pytest.mark.parametrize("reward", [0.0, 0.3, 1e6])
+def test_equal_rewards_neither_fall_nor_rise(reward):
+    unknown = {**SETTINGS, "scorer": {}}
+    for num in (5, 12, 40):
+        verdicts = found(num, unknown, reward=reward, completions__duplicate_frac=0.9)
+        assert "fallen" not in verdicts and "copies" in verdicts
+
+
+@pytest.mark.parametrize("num", [30, 60, 200])
+def test_a_fall_is_found_in_the_same_noise(num):
+    """From 0.6 to 0.2 at once, and from 0.7 to 0.1 over the last half of the run."""
+
+    def at_once(i):
+        return -0.4 if i >= num - 10 else 0.0
+
+    def slowly(i):
+        return -0.6 * max(i - num // 2, 0) / (num - num // 2)
+
+    for mean, shape in ((0.6, at_once), (0.7, slowly)):
+        runs = [noise(seed, num, mean) for seed in range(40)]
+        told = [found(num, {**SETTINGS, "scorer": {}}, reward=lambda i, r=r, s=shape: r(i) + s(i)) for r in runs]
+        assert sum("fallen" in verdicts for verdicts in told) >= 38
+
+
+def test_copies_are_told_also_when_the_reward_is_noise():
+    same = {"completions__duplicate_frac": 7 / 8}
+    missed = [seed for seed in range(40) if "copies" not in found(12, **same, reward=noise(seed, 12))]
+    assert len(missed) <= 1, missed
+    assert "copies" not in found(**same, reward=ramp(0.3, 0.7))  # it learns them
+    assert "copies" in found(settings={**SETTINGS, "scorer": {}}, **same, reward=0.99)  # nobody says that this is good
+
+
+def test_a_slow_rise_over_the_whole_run_makes_a_narrowing_policy_a_converging_one():
+    narrowing = {"completions__duplicate_frac": ramp(0.2, 0.4, 60), "entropy": ramp(1.0, 0.5, 60)}
+    assert "converging" in found(60, **narrowing, reward=lambda i: 0.3 + 0.004 * i)
+    assert "collapse" in found(60, **narrowing, reward=0.5)
+
+
+def test_a_sync_that_is_made_every_few_steps_is_no_part_of_each():
+    """4 s in every fourth record, steps of 5 s: a fifth of the time."""
+    seldom = {**SETTINGS, "sync": {"every_steps": 4}}
+    taken = {"perf__step_s": 5.0, "perf__weight_sync_s": lambda i: 4.0 if i % 4 == 3 else None}
+    verdict = found(40, seldom, **taken)["slow-sync"]
+    assert "takes 4.00 s after every 4 steps of 5.00 s (20 %)" in verdict.text
+    assert verdict.override == "sync.every_steps=8"
+    taken["perf__weight_sync_s"] = lambda i: 2.9 if i % 4 == 3 else None
+    assert "slow-sync" not in found(40, seldom, **taken)
+
+
+def test_groups_of_equal_rewards_that_are_trained_are_judged_by_the_reward():
+    kept = {**SETTINGS, "advantage": {"drop_zero_std": False, "mean_level": "group", "std_level": "group"}}
+    for reward, rule in ((0.95, "solved"), (0.5, "mixed"), (0.05, "stuck-low")):
+        verdicts = found(settings=kept, frac_reward_zero_std=0.6, reward_dropped=None, reward=reward)
+        assert rule in verdicts and "no-signal" not in verdicts and "that of all groups" in verdicts[rule].text
+    ungrouped = {**SETTINGS, "advantage": {"drop_zero_std": True, "mean_level": "batch", "std_level": None}}
+    assert "mixed" in found(settings=ungrouped, frac_reward_zero_std=0.6, reward_dropped=None)
+    none = found(settings=kept, frac_reward_zero_std=1.0, reward_dropped=None, reward=None)["no-signal"]
+    assert "every source gave None" in none.text
+
+
+def test_at_staleness_zero_a_window_is_told_to_open():
+    young = {**SETTINGS, "rollout": {**SETTINGS["rollout"], "max_staleness": 0}}
+    both = {"perf__rollout_wait_s": 2.0, "rollout__backpressure_s_per_step": 2.0}
+    assert found(settings=young, **both)["window-bound"].override == "rollout.max_staleness=1"

@@ -76,3 +76,18 @@ def test_servers_elsewhere_and_trainers_on_several_machines_are_counted():
     plan = measured(History(played_out(12.0, 12.0, 0.0, 2, 6), settings))
     assert (plan.num_generation, plan.num_training) == (2, 6)
     assert not any("run.devices" in line for line in sentences(History(played_out(12.0, 12.0, 0.0, 2, 6), settings)))
+
+
+def test_a_sync_every_few_steps_counts_with_its_share_of_each():
+    """Steps of 4 s of training, a sync of 4 s after every fourth: 5 s each in the mean."""
+    records = [
+        {
+            "step": i + 1,
+            "perf/step_s": 8.0 if i % 4 == 3 else 4.0,
+            **({"perf/weight_sync_s": 4.0} if i % 4 == 3 else {}),
+        }
+        for i in range(41)
+    ]
+    settings = {"run": {"num_processes": 1}, "sync": {"every_steps": 4}}
+    plan = measured(History(records[-9:], settings))  # two whole rounds, and the first record that is left out
+    assert (plan.sync_s, plan.training_s, plan.generation_s) == (1.0, 4.0, 4.0)
