@@ -80,6 +80,7 @@ BAD = {
     "run.output_dir=/proc/agrpo": "run.output_dir: /proc/agrpo cannot be written",
     "loss=grop": "loss=grop does not exist; did you mean loss=grpo?",
     "+recipe=quikstart": "recipe=quikstart does not exist; did you mean recipe=quickstart?",
+    "run.resume=auto": "run.resume=auto looks for checkpoints in run.output_dir, and its default is a new folder",
     "beta=0.04": "beta has no key in agrpo: there is no KL term",
 }
 

@@ -15,6 +15,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from agrpo.config import checkpoint_folder
 from agrpo.config.build import GROUPS, locate
 from agrpo.config.devices import Devices
 from agrpo.config.model_folder import model_problems
@@ -63,6 +64,12 @@ def warnings(config: Config) -> list[str]:
         )
     if config.model.lora.enabled and config.model.lora.dropout > 0:
         lines.append("model.lora.dropout > 0: trainer and server compute different log-probabilities")
+    run_dir = Path(config.run.output_dir)
+    if config.run.resume == "auto" and checkpoint_folder.resumed("auto", run_dir) is None:
+        lines.append(
+            f"run.resume=auto found no checkpoint in {run_dir / 'checkpoints'}, so the run starts from step 0; if it should "
+            "continue one, set run.output_dir to that run's folder"
+        )
     return lines
 
 
@@ -71,8 +78,8 @@ def _run(run: Run, devices: Devices) -> Iterator[str]:
     found = tuple(int(part) for part in re.findall(r"\d+", importlib.metadata.version("transformers"))[:3])
     if found < OLDEST_TRANSFORMERS:
         yield f"transformers {'.'.join(map(str, found))} is too old; run: pip install 'transformers>=5.2.0'"  # COMPAT-5
-    if run.resume not in (None, "auto") and not Path(run.resume).is_dir():
-        yield f"run.resume: {run.resume} is not a checkpoint folder; give one, or run.resume=auto for the newest"
+    if run.resume not in (None, "auto") and (line := checkpoint_folder.fault(Path(run.resume))):
+        yield line
     for path in run.callbacks:
         yield from _importable("run.callbacks", path)
     if run.num_nodes > 1 and not re.fullmatch(r"[\w.-]+:\d{1,5}", run.master or ""):

@@ -130,6 +130,7 @@ class _Task:
         (Path(hydra.sweep.dir) / "multirun.yaml").unlink(missing_ok=True)
         try:
             tree = _plain_tree(composed)
+            _refuse_resume_in_new_folder(composed, tree)
             _fill_in(tree, folder, hydra.runtime.choices.get("recipe") or "default")
             return self.start(Job(tree, shown, self.devices, self.dry_run, self.multirun, number, self.quiet))
         except Exception as error:
@@ -178,6 +179,20 @@ def _plain_tree(composed: Any) -> dict[str, Any]:
         return OmegaConf.to_container(composed, resolve=True, throw_on_missing=False)
     except OmegaConfBaseException as error:
         raise ConfigError(_one_line(error)) from error
+
+
+def _refuse_resume_in_new_folder(composed: Any, tree: dict[str, Any]) -> None:
+    """A folder named by the time of the start is new each time: nothing in it could be continued (RES-9)."""
+    from omegaconf import OmegaConf
+
+    run = OmegaConf.to_container(composed, resolve=False).get("run")
+    if not isinstance(run, dict) or tree["run"].get("resume") != "auto" or "${now:" not in str(run.get("output_dir")):
+        return
+    line = (
+        "run.resume=auto looks for checkpoints in run.output_dir, and its default is a new folder at every start; set "
+        "run.output_dir=FOLDER, the folder of the run to continue"
+    )
+    raise ConfigError(line)
 
 
 def _register_resolver() -> None:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from agrpo.config import Config, load
+from agrpo.config.checkpoint_folder import complete, is_complete
 from agrpo.errors import ConfigError
 
 MERGED, ADAPTER = "merged", "adapter"
@@ -31,11 +32,11 @@ def source_of(path: Path) -> Source:
     if (path / "config.yaml").exists():
         if (path / "model" / "config.json").exists():
             return Source(path, None)
-        found = sorted(p for p in (path / "checkpoints").glob("step-*") if (p / "shards" / ".metadata").exists())
+        found = complete(path / "checkpoints")
         if not found:
             raise ConfigError(f"{path} has neither a folder model nor a checkpoint; continue it with run.resume=auto")
         return Source(path, found[-1])
-    if (path / "shards" / ".metadata").exists():
+    if is_complete(path):
         run_dir = path.parents[1]
         if not (run_dir / "config.yaml").exists():
             raise ConfigError(f"{path} does not lie in its run: {run_dir}/config.yaml says how to read it, and is missing")

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from agrpo.config import Config
+from agrpo.config.checkpoint_folder import start_of
 from agrpo.config.model_folder import Shape, read_config, shape_of
 from agrpo.launch.plan import Ports, context_length, option_name, other_nodes, processes, server_urls, token_budget
 from agrpo.launch.processes import Launch
@@ -147,6 +148,7 @@ def _derived(config: Config) -> list[str]:
         "run.output_dir": config.run.output_dir,
         "run.num_processes": config.run.num_processes,
         "run.devices": config.run.devices or "cpu",
+        "run.resume": start_of(config.run.resume, Path(config.run.output_dir)),
         "run length": steps,
         "server.max_model_len": context_length(config) or "told by the server",
         "packer.token_budget": budget or "the server's max_model_len",

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from agrpo.config import Config
+from agrpo.config.checkpoint_folder import start_of
 from agrpo.errors import StallError
 from agrpo.launch import diagnosis, plan, run_folder
 from agrpo.launch.check import check_at_start
@@ -59,6 +60,8 @@ def supervise(
     with run_folder.prepare(config, overrides, ports), _console(config, run_dir, quiet) as console:
         for line in warnings:
             console.note(f"warning: {line}")
+        if config.run.resume is not None:
+            console.note(f"run.resume: {start_of(config.run.resume, run_dir)}")
         supervisor = Supervisor(config, run_dir, processes, plan.server_urls(config, ports), console)
         with supervisor.signals():
             try:

@@ -14,7 +14,6 @@ from __future__ import annotations
 import json
 import os
 import random
-import re
 import shutil
 import warnings
 from collections.abc import Iterator
@@ -29,6 +28,7 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import state_dict as dcp_state
 from torch.distributed.checkpoint.api import CheckpointException
 
+from agrpo.config.checkpoint_folder import SHARDS, UPDATER, complete, fault, is_complete
 from agrpo.errors import ConfigError, ServerError
 from agrpo.lifecycle import NO_SPACE
 from agrpo.model.adapter import CONFIG_FILE, adapter_config, has_adapter, write_adapter
@@ -41,7 +41,6 @@ ADAPTER = "adapter"
 _SHAPE_OF_ADAPTER = {"r": "r", "lora_alpha": "alpha", "target_modules": "target_modules", "use_dora": "options.use_dora"}
 _NO_SPACE_TEXTS = (*map(os.strerror, sorted(NO_SPACE)), "PytorchStreamWriter failed writing file")
 _FROZEN_STAY = dcp_state.StateDictOptions(strict=False)  # frozen weights are those of model.path
-_NAME = re.compile(r"step-(\d+)$")
 
 
 def folder_of(checkpoints: Path, step: int) -> Path:
@@ -57,12 +56,12 @@ def save(folder: Path, model: torch.nn.Module, updater: Updater | None, files: d
     _barrier()
     with _named_if_full(beside):
         with _alone_is_intended():
-            dcp.save(_state(model, updater), checkpoint_id=beside / "shards", no_dist=not dist.is_initialized())
+            dcp.save(_state(model, updater), checkpoint_id=beside / SHARDS, no_dist=not dist.is_initialized())
         torch.save(_rng_state(), beside / f"rng-{rank}.pt")
         if has_adapter(model):
             _write_adapter(model, beside / ADAPTER)
         if rank == 0:
-            own = {} if updater is None else {"updater.json": updater.state_dict()}
+            own = {} if updater is None else {UPDATER: updater.state_dict()}
             for name, content in {**files, **own}.items():
                 is_binary = isinstance(content, bytes)
                 (beside / name).write_bytes(content if is_binary else json.dumps(content).encode())
@@ -112,10 +111,8 @@ def load(folder: Path, model: torch.nn.Module, updater: Updater) -> dict[str, An
     The number of ranks may differ from that of the run that saved (RES-1). Raises ConfigError for a folder that is no
     checkpoint or was saved without optimizer (RES-9).
     """
-    if not is_complete(folder):
-        raise ConfigError(f"run.resume: {folder} is no checkpoint; give a folder checkpoints/step-NNNNNN, or auto")
-    if not (folder / "updater.json").exists():
-        raise ConfigError(f"run.resume: {folder} was saved with checkpoint.save_only_model=true and cannot be resumed")
+    if line := fault(folder):
+        raise ConfigError(line)
     state = _read(folder, model, updater)
     dcp_state.set_state_dict(
         model,
@@ -125,7 +122,7 @@ def load(folder: Path, model: torch.nn.Module, updater: Updater) -> dict[str, An
         options=_FROZEN_STAY,
     )
     files = {path.name: json.loads(path.read_text()) for path in folder.glob("*.json")}
-    updater.load_state_dict(files.pop("updater.json"))
+    updater.load_state_dict(files.pop(UPDATER))
     rng = folder / f"rng-{_rank()}.pt"
     if rng.exists():
         _set_rng_state(torch.load(rng, weights_only=True))
@@ -140,17 +137,12 @@ def restore_weights(folder: Path, model: torch.nn.Module) -> None:
     dcp_state.set_model_state_dict(model, state["model"], options=_FROZEN_STAY)
 
 
-def is_complete(folder: Path) -> bool:
-    """Whether the folder is a checkpoint that was written to its end; torch writes this file last."""
-    return (folder / "shards" / ".metadata").exists()
-
-
 def _read(folder: Path, model: torch.nn.Module, updater: Updater | None) -> dict[str, Any]:
     """What the checkpoint's shards hold for this model, and for its optimizer where there is one; collective."""
     _check_adapter(folder, model)
     state = _state(model, updater)
     with _alone_is_intended():
-        dcp.load(state, checkpoint_id=folder / "shards", no_dist=not dist.is_initialized())
+        dcp.load(state, checkpoint_id=folder / SHARDS, no_dist=not dist.is_initialized())
     return state
 
 
@@ -169,17 +161,6 @@ def _check_adapter(folder: Path, model: torch.nn.Module) -> None:
                 f"run.resume: the adapter of {folder} has model.lora.{name}={saved.get(key)}, not {now.get(key)}; set the "
                 "same"
             )
-
-
-def complete(checkpoints: Path) -> list[Path]:
-    """Complete checkpoints, oldest first."""
-    found = [(int(m[1]), path) for path in checkpoints.glob("step-*") if (m := _NAME.match(path.name))]
-    return [path for _, path in sorted(found) if is_complete(path)]
-
-
-def newest(checkpoints: Path) -> Path | None:
-    """The newest checkpoint that can be resumed, or None."""
-    return next((path for path in reversed(complete(checkpoints)) if (path / "updater.json").exists()), None)
 
 
 def prune(checkpoints: Path, limit: int | None) -> None:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from agrpo.config import Config
+from agrpo.config.checkpoint_folder import resumed
 from agrpo.data.rows import gives_prompts
 from agrpo.errors import AgrpoError, ContractError, ServerError, StallError
 from agrpo.ledger import Intervals, Ledger
@@ -30,7 +31,7 @@ from agrpo.train.outage import Outage
 from agrpo.train.ranks import END, IDLE, RESEND, Ranks, divide
 from agrpo.train.record import Recorder
 from agrpo.train.shares import Sharing
-from agrpo.train.state import Progress, checkpoint_to_resume, restore, save
+from agrpo.train.state import Progress, restore, save
 
 _IDLE_S = 1.0  # how often rank 0 looks up while it waits for samples
 _LOOK_S = 0.25  # how often while it waits for the rollout process to connect
@@ -74,7 +75,7 @@ class TrainRun:
         rows = config.data.open(needs_prompt=not gives_prompts(config)) if self.ranks.is_first else None
         self.num_rows = len(rows) if hasattr(rows, "__len__") else None
         self.fingerprint = getattr(rows, "fingerprint", None)
-        self.resumed_from = checkpoint_to_resume(config.run, self.run_dir)
+        self.resumed_from = resumed(config.run.resume, self.run_dir)
         if self.resumed_from is not None:
             self.life.beat("restoring the checkpoint")
             self.progress = restore(self.resumed_from, self.model, self.updater, config.run, self.fingerprint)

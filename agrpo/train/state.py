@@ -1,4 +1,4 @@
-"""What a checkpoint holds beside the weights, and which checkpoint a run continues (RES-1 to RES-9)."""
+"""What a checkpoint holds beside the weights (RES-1 to RES-9)."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from agrpo import wire
+from agrpo.config.checkpoint_folder import complete
 from agrpo.errors import ConfigError
 from agrpo.model import checkpoint as checkpoints
 from agrpo.train.feeder import FeederState
@@ -29,18 +30,6 @@ class Progress:
     ready: tuple[ReadyGroup, ...] = ()
     loop_state: bytes | None = None  # of the user's rollout loop
     callbacks: dict[str, Any] = field(default_factory=dict)  # states of the user's callbacks, by import path
-
-
-def checkpoint_to_resume(run: Any, run_dir: Path) -> Path | None:
-    """The checkpoint that `run.resume` names; None for a fresh run (RES-9). Raises ConfigError."""
-    if run.resume is None:
-        return None
-    if run.resume != "auto":
-        return Path(run.resume)
-    found = checkpoints.newest(run_dir / "checkpoints")
-    if found is None:
-        _log.info("run.resume=auto: no complete checkpoint in %s, starting fresh", run_dir / "checkpoints")
-    return found
 
 
 def restore(folder: Path, model: Any, updater: Any, run: Any, fingerprint: str | None) -> Progress:
@@ -73,7 +62,7 @@ def restore(folder: Path, model: Any, updater: Any, run: Any, fingerprint: str |
 def _unreadable(folder: Path, error: Exception) -> str:
     """One line with what to do: an older checkpoint where there is one."""
     why = f"{type(error).__name__}: {error}".splitlines()[0]
-    older = [p for p in checkpoints.complete(folder.parent) if p.name < folder.name]
+    older = [p for p in complete(folder.parent) if p.name < folder.name]
     remedy = f"resume from the one before with run.resume={older[-1]}" if older else "start without run.resume"
     return f"run.resume: {folder} is damaged or belongs to another model ({why}); {remedy}"
 

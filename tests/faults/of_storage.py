@@ -17,11 +17,12 @@ from pathlib import Path
 import torch
 
 from agrpo import wire
+from agrpo.config import checkpoint_folder
 from agrpo.model import checkpoint
 from agrpo.model.load import load_model
 from agrpo.model.optim import Updater
 from agrpo.sections import Model, Optimizer, Run
-from agrpo.train.state import checkpoint_to_resume, restore
+from agrpo.train.state import restore
 from tests.faults.table import Fault
 from tests.standins import tiny_qwen3
 
@@ -55,7 +56,7 @@ def resumed(damage, folder: Path, **run) -> str:
         checkpoint.save(path, model, updater, files)
     section = Run(output_dir=str(folder), resume="auto", **run)
     fingerprint = damage(path) or "mine"
-    found = checkpoint_to_resume(section, folder)
+    found = checkpoint_folder.resumed(section.resume, folder)
     progress = restore(found, model, updater, section, fingerprint)
     waiting = f", {len(progress.ready)} groups wait" if progress.ready else ""
     return f"goes on at step {progress.step} with {progress.ledger['resolved'] if progress.ledger else 'no groups'}{waiting}"
@@ -114,7 +115,7 @@ def killed_while_writing(folder: Path) -> str:
     finally:
         process.kill()
         process.communicate()
-    newest = checkpoint.newest(folder / "checkpoints")
+    newest = checkpoint_folder.newest(folder / "checkpoints")
     model, updater = parts()
     files = checkpoint.load(newest, model, updater)
     return "the newest checkpoint loads" if files["n.json"] == int(newest.name[-6:]) else "mixed up"

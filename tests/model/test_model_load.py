@@ -12,6 +12,7 @@ import transformers as hf
 from model_build import FAMILIES, group, make_model, make_row
 from model_rank import NoTokenizer
 
+from agrpo.config import checkpoint_folder
 from agrpo.errors import ConfigError
 from agrpo.loss.score_centering import ScoreCentering
 from agrpo.model import attention, checkpoint, load
@@ -282,7 +283,7 @@ def test_a_resumed_run_is_bit_equal_to_an_uninterrupted_one(folder, tmp_path):
     checkpoint.save(path, first, first_updater, {})
     expected = torch.rand(3), np.random.rand(3)
     second, second_updater = start()
-    checkpoint.load(checkpoint.newest(tmp_path), second, second_updater)
+    checkpoint.load(checkpoint_folder.newest(tmp_path), second, second_updater)
     assert torch.equal(torch.rand(3), expected[0])
     assert np.array_equal(np.random.rand(3), expected[1])
     train(second, second_updater, [3, 4])
@@ -294,16 +295,16 @@ def test_a_resumed_run_is_bit_equal_to_an_uninterrupted_one(folder, tmp_path):
 def test_checkpoint_folders(folder, tmp_path):
     model = load.load_model(Model(path=str(folder)), "cpu")
     updater = Updater(model, Optimizer(), None)
-    assert checkpoint.newest(tmp_path) is None
+    assert checkpoint_folder.newest(tmp_path) is None
     for step in (3, 20, 100):
         checkpoint.save(checkpoint.folder_of(tmp_path, step), model, updater, {"trainer.json": {"step": step}})
     (tmp_path / ".step-000200" / "shards").mkdir(parents=True)  # killed while writing
     (tmp_path / "step-000300").mkdir()
-    assert checkpoint.newest(tmp_path).name == "step-000100"
+    assert checkpoint_folder.newest(tmp_path).name == "step-000100"
     checkpoint.prune(tmp_path, 2)
-    assert [p.name for p in checkpoint.complete(tmp_path)] == ["step-000020", "step-000100"]
+    assert [p.name for p in checkpoint_folder.complete(tmp_path)] == ["step-000020", "step-000100"]
     checkpoint.save(checkpoint.folder_of(tmp_path, 101), model, None, {})
-    assert checkpoint.newest(tmp_path).name == "step-000100"
+    assert checkpoint_folder.newest(tmp_path).name == "step-000100"
     with pytest.raises(ConfigError, match="save_only_model"):
         checkpoint.load(checkpoint.folder_of(tmp_path, 101), model, updater)
     with pytest.raises(ConfigError, match="is no checkpoint"):

@@ -1,0 +1,52 @@
+"""Which folders are checkpoints, told by their files: the checks before a run know it without torch (RES-9)."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+SHARDS, UPDATER = "shards", "updater.json"
+_NAME = re.compile(r"step-(\d+)$")
+
+
+def is_complete(folder: Path) -> bool:
+    """Whether the folder is a checkpoint that was written to its end; torch writes this file last."""
+    return (folder / SHARDS / ".metadata").exists()
+
+
+def complete(checkpoints: Path) -> list[Path]:
+    """Complete checkpoints, oldest first."""
+    found = [(int(m[1]), path) for path in checkpoints.glob("step-*") if (m := _NAME.match(path.name))]
+    return [path for _, path in sorted(found) if is_complete(path)]
+
+
+def newest(checkpoints: Path) -> Path | None:
+    """The newest checkpoint that can be resumed, or None."""
+    return next((path for path in reversed(complete(checkpoints)) if (path / UPDATER).exists()), None)
+
+
+def fault(folder: Path) -> str | None:
+    """The line for a folder that `run.resume` cannot name; None for a checkpoint that can be resumed."""
+    if not is_complete(folder):
+        inside = newest(folder / "checkpoints") or newest(folder)
+        remedy = f"its newest is run.resume={inside}" if inside else "give a folder RUN/checkpoints/step-NNNNNN, or auto"
+        return f"run.resume: {folder} is no checkpoint; {remedy}"
+    if not (folder / UPDATER).exists():
+        return f"run.resume: {folder} was saved with checkpoint.save_only_model=true and cannot be resumed"
+    return None
+
+
+def resumed(resume: str | None, run_dir: Path) -> Path | None:
+    """The checkpoint that `run.resume` names; None for a fresh start."""
+    if resume == "auto":
+        return newest(run_dir / "checkpoints")
+    return None if resume is None else Path(resume)
+
+
+def start_of(resume: str | None, run_dir: Path) -> str:
+    """Where the run starts, in words: `fresh, from step 0`, or `step 40 (RUN/checkpoints/step-000040)`."""
+    folder = resumed(resume, run_dir)
+    if folder is None:
+        return "fresh, from step 0"
+    named = _NAME.search(folder.name)
+    return f"step {int(named[1])} ({folder})" if named else str(folder)
