@@ -12,7 +12,7 @@ from agrpo.config.checkpoint_folder import start_of
 from agrpo.config.choices import conf_dir, options
 from agrpo.config.devices import Devices, Gpu, _visible
 from agrpo.config.hints import KEYS, REASONS, answer
-from agrpo.config.model_folder import shape_of
+from agrpo.config.model_shape import shape_of
 from agrpo.errors import ConfigError
 from agrpo.schema import setting
 from agrpo.sections import Checkpoint, Logger, Model, Optimizer, Rollout, Run
@@ -164,6 +164,8 @@ def test_all_faults_are_reported_together():
         (["rollout.dump_to_file=true", "rollout.fileroot=/proc/dump"], ["rollout.fileroot", "cannot be written"]),
         (["run.num_processes=2", "model.fsdp.enabled=false"], ["model.fsdp.enabled=false", "run.num_processes=1"]),
         (["model.fsdp.options={cp_size: 2}"], ["cp_size"]),
+        (["model.fsdp.options={replicate: 3}", "run.num_processes=2"], ["model.fsdp.options.replicate", "ranks (2), got 3"]),
+        (["model.fsdp.options={prefetch: some}"], ["model.fsdp.options.prefetch", "got some"]),
         (["model.lora.target_modules=[q_proj,lm_head]", "model=lora"], ["lm_head"]),
         (["sync=nccl"], ["sync=nccl needs a GPU", "gloo"]),
         (["server=vllm"], ["server=vllm needs a GPU", "server=embedded"]),
@@ -188,7 +190,7 @@ def test_all_faults_are_reported_together():
         (["model=lora", "server=embedded", "server.max_loras=5"], ["server.max_loras", "6"]),
         (["model=lora", "server=embedded", "server.max_lora_rank=8"], ["server.max_lora_rank", "32"]),
         (["optimizer.target_modules=[mlp]"], ["optimizer.target_modules", "null"]),
-        (["optimizer.lr_scheduler_type=math.sqrt"], ["optimizer.lr_scheduler_type", "import path"]),
+        (["optimizer.lr_scheduler_type=math.sqrt"], ["optimizer.lr_scheduler_type", "cosine", "'math.sqrt'"]),
         (["data.streaming=true"], ["run.max_steps", "data.streaming=true"]),
     ],
 )

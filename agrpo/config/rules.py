@@ -166,6 +166,7 @@ def _model(config: Config) -> Iterator[str]:
     for key in ("cp_size", "sp_size"):
         if model.fsdp.options.get(key, 1) != 1:
             yield f"model.fsdp.options.{key} must be 1: context and sequence parallelism are not supported"  # COMPAT-7
+    yield from _fsdp_counts(model.fsdp.options, run)
     if getattr(config.sync, "mode", None) == "lora" and not model.lora.enabled:
         yield "sync.mode=lora sends an adapter, and none is trained: use sync.mode=merged, or auto"
     if model.lora.enabled:
@@ -177,6 +178,15 @@ def _model(config: Config) -> Iterator[str]:
     weak = [g.name for g in config.devices.gpus if 0 < g.compute_capability < 8.0]
     if on_gpu and weak and model.precision == "bf16":
         yield f"model.precision=bf16 is not supported by {weak[0]}; use model.precision=fp16 or no"  # COMPAT-36
+
+
+def _fsdp_counts(options: dict[str, Any], run: Run) -> Iterator[str]:
+    copies, ahead = options.get("replicate", 1), options.get("prefetch", 1)
+    if type(copies) is not int or copies < 1 or (run.num_processes and run.num_ranks % copies):
+        ranks = f" ({run.num_ranks})" if run.num_processes else ""
+        yield f"model.fsdp.options.replicate must divide the number of ranks{ranks}, got {copies}"
+    if type(ahead) is not int or ahead < 0:
+        yield f"model.fsdp.options.prefetch must be a number of layers >= 0, got {ahead}"
 
 
 def _attention(backend: str, gpus: Any) -> Iterator[str]:
@@ -225,12 +235,12 @@ def _names_head(target: str) -> bool:
 
 def _optimizer(config: Config) -> Iterator[str]:
     optimizer, max_steps = config.optimizer, config.run.max_steps
-    kinds = {"name": (optimizer.name, OPTIMIZERS), "lr_scheduler_type": (optimizer.lr_scheduler_type, SCHEDULES)}
-    for key, (value, known) in kinds.items():
-        if "." in value:
-            yield from _importable(f"optimizer.{key}", value)
-        elif value not in known:
-            yield f"optimizer.{key} must be one of {', '.join(known)}, or an import path, got {value!r}"
+    if "." in optimizer.name:
+        yield from _importable("optimizer.name", optimizer.name)
+    elif optimizer.name not in OPTIMIZERS:
+        yield f"optimizer.name must be one of {', '.join(OPTIMIZERS)}, or an import path, got {optimizer.name!r}"
+    if optimizer.lr_scheduler_type not in SCHEDULES:
+        yield f"optimizer.lr_scheduler_type must be one of {', '.join(SCHEDULES)}, got {optimizer.lr_scheduler_type!r}"
     if optimizer.lr_scheduler_type in ("linear", "cosine") and max_steps is None:
         yield (
             f"optimizer.lr_scheduler_type={optimizer.lr_scheduler_type} decays over the run, so it needs its length: "
@@ -248,8 +258,6 @@ def _without_effect(config: Config) -> Iterator[str]:
     optimizer = config.optimizer
     if optimizer.target_modules is not None:
         yield "optimizer.target_modules is not used by this version; leave it null"
-    if "." in optimizer.lr_scheduler_type:
-        yield f"optimizer.lr_scheduler_type must be one of {', '.join(SCHEDULES)} in this version, not an import path"
 
 
 def _importable(key: str, path: str) -> Iterator[str]:

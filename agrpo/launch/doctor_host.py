@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from agrpo.config import Config, detect
-from agrpo.config.model_folder import Shape, shape_of
+from agrpo.config.model_shape import Shape, shape_of
 from agrpo.launch import plan
 from agrpo.launch.preview import GIB, trainer_memory
 from agrpo.launch.run_folder import versions

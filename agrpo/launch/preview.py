@@ -8,7 +8,7 @@ from typing import Any
 
 from agrpo.config import Config
 from agrpo.config.checkpoint_folder import start_of
-from agrpo.config.model_folder import Shape, read_config, shape_of
+from agrpo.config.model_shape import Shape, shape_of
 from agrpo.launch.plan import Ports, context_length, option_name, other_nodes, processes, server_urls, token_budget
 from agrpo.launch.processes import Launch
 from agrpo.model.memory import BYTES, Memory, estimate
@@ -71,7 +71,7 @@ def _step(config: Config) -> list[str]:
 def _memory(config: Config) -> list[str]:
     shape = shape_of(config.model.path)
     if shape is None:
-        return [f"unknown: {config.model.path} is not on this machine, and its name tells no size"]
+        return [f"unknown: neither files on this machine nor the name of {config.model.path} tell the model's size"]
     memory = trainer_memory(config, shape)
     lines = [
         f"model      {shape.num_parameters / 1e9:.2f} billion parameters (from {shape.source})",
@@ -88,18 +88,20 @@ def _memory(config: Config) -> list[str]:
         "weight sync, not at the same time as a step": memory.sync,
     }
     lines += [f"           {size / GIB:.2f} GiB {what}" for what, size in parts.items() if size]
+    if memory.host:
+        lines.append(f"           {memory.host / GIB:.1f} GiB of main memory: weights, gradients and state of {config.optimizer.name}")
     if not memory.activations:
-        lines.append("           activations are not estimated: they need config.json and the token budget")
+        lines.append("           activations are not estimated: they need the sizes in config.json and the token budget")
     return lines + _server_memory(config, shape) + _fit(config, memory.peak)
 
 
 def trainer_memory(config: Config, shape: Shape) -> Memory:
     """What one trainer rank of this resolved configuration needs."""
-    text = read_config(config.model.path)
     return estimate(
         config.model,
-        None if text is None else text.get("text_config") or text,
+        shape.text,
         num_parameters=shape.num_parameters,
+        num_frozen=shape.num_frozen,
         num_ranks=config.run.num_ranks,
         row_tokens=token_budget(config),
         optimizer=config.optimizer.name,
@@ -169,8 +171,8 @@ def _derived(config: Config) -> list[str]:
 def _schedule(config: Config) -> str:
     optimizer, warmup = config.optimizer, config.optimizer.warmup_steps
     if 0 < warmup < 1:
-        warmup = warmup * config.run.max_steps
-    return f"{optimizer.lr_scheduler_type}, peak {optimizer.learning_rate:g}, {warmup:g} warm-up step(s)"
+        warmup = warmup * config.run.max_steps * getattr(config.loss, "updates_per_step", 1)
+    return f"{optimizer.lr_scheduler_type}, peak {optimizer.learning_rate:g}, {warmup:g} update(s) of warm-up"
 
 
 def _epsilon_high(loss: Any) -> float | None:

@@ -99,7 +99,7 @@ def table_markdown() -> str:
 TABLE = """
 # General, completions, rewards, loss
 num_tokens | tokens | T | last | unique tokens forwarded since the start of training, all processes; kept over a resume
-loss | loss | L | mean | value of the objective, the sum over a step divided by its trained tokens
+loss | loss | L | mean | value of the objective, the sum over a step divided by its trained tokens; of several updates their mean
 grad_norm | norm | T | mean | gradient norm over all processes, before clipping
 learning_rate | rate | T | last | learning rate of the step
 epoch | passes | T | last | prompts resolved / prompts of the data set

@@ -12,6 +12,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from agrpo.config.model_folder import num_experts
+
 BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "auto": 2, None: 4}
 SLICE_LOGITS = {"cpu": 1 << 22, "cuda": 1 << 24}  # logits that the head makes at a time: 16 MiB in float32 stay in a processor's cache
 _COPIES_OF_LOGITS = 3  # the slice, its gradient, and what the two are made with
@@ -20,7 +22,7 @@ _MOMENTS = {"adamw_torch_fused": 2, "adamw_torch": 2, "adafactor": 0, "sgd": 0}
 
 @dataclass(frozen=True, slots=True)
 class Memory:
-    """Bytes of one rank by what holds them; `activations`, `logits` and `gathered` only while a row is trained."""
+    """Bytes of one rank's device by what holds them; `activations`, `logits` and `gathered` only while a row is trained."""
 
     weights: float
     compute_copy: float  # weights in the precision of forward and backward
@@ -31,6 +33,7 @@ class Memory:
     gathered: float  # FSDP2: whole layers, embeddings and head, and their gradients before they are reduced
     sync: float  # bucket of a weight sync and the largest tensor in it
     is_accumulating: bool = False  # more than one microbatch per update
+    host: float = 0.0  # main memory, where the rank's GPU is given neither weights nor gradients nor optimizer state
 
     @property
     def state(self) -> float:
@@ -49,6 +52,7 @@ def estimate(
     text: Mapping[str, Any] | None,  # config.json of the text model, None where only the size is known
     *,
     num_parameters: int,
+    num_frozen: int = 0,  # of them, those of towers that text does not pass
     num_ranks: int,
     row_tokens: int | None,
     optimizer: str = "adamw_torch_fused",
@@ -57,36 +61,55 @@ def estimate(
     num_microbatches: int = 1,
 ) -> Memory:
     """Memory of one of `num_ranks` ranks that trains rows of `row_tokens` tokens."""
+    options = section.fsdp.options if num_ranks > 1 or section.fsdp.enabled else {}
     is_sharded = num_ranks > 1 or bool(section.fsdp.enabled)
+    num_shards = max(1, num_ranks // int(options.get("replicate", 1)))  # a copy of the model is shared by so many ranks
     is_mixed = section.precision != "no"
-    width = BYTES[section.dtype] if not is_mixed else 2
     shape = _Shape(text) if text is not None else None
-    trained = shape.adapter_parameters(section.lora.r) if section.lora.enabled and shape else num_parameters
-    if section.lora.enabled and shape is None:
-        trained = 0
-    stored = 4 if is_sharded and is_mixed and not section.lora.enabled else BYTES[section.dtype]
-    trained_bytes = (4 if is_mixed and is_sharded else BYTES[section.dtype]) * trained / num_ranks
-    activations = logits = gathered = 0.0
+    trained = num_parameters - num_frozen
+    if section.lora.enabled:
+        trained = shape.adapter_parameters(section.lora.r) if shape else 0
+    width, loaded = 2 if is_mixed else BYTES[section.dtype], BYTES[section.dtype]
+    master = 4 if is_sharded and is_mixed else loaded
+    num_loaded = num_parameters - (0 if section.lora.enabled else trained)
+    weights = (loaded * num_loaded + master * trained) / num_shards
+    gradients = master * trained / num_shards
+    optimizer_state = _MOMENTS.get(optimizer, 2) * gradients
+    is_offloaded = bool(options.get("cpu_offload")) and device != "cpu"
+    activations = logits = 0.0
     if shape is not None and row_tokens:
         activations = shape.activations(row_tokens, width, is_mixed, section.gradient_checkpointing)
         logits = _COPIES_OF_LOGITS * 4.0 * min(SLICE_LOGITS[device], row_tokens * shape.vocab)
         logits += 0 if section.lora.enabled else float(width * shape.vocab * shape.hidden)
-    if shape is not None and is_sharded:
-        layer = (num_parameters - shape.embeddings) / shape.layers
-        gathered = width * (shape.embeddings + 2 * layer)
-        gathered += 0 if section.lora.enabled else (width + 4) * max(shape.embeddings, layer)
+    needs_copy = is_mixed and not is_sharded and loaded == 4
     return Memory(
-        weights=stored * num_parameters / num_ranks,
-        compute_copy=2.0 * num_parameters if is_mixed and not is_sharded and BYTES[section.dtype] == 4 else 0.0,
-        gradients=trained_bytes,
-        optimizer=_MOMENTS.get(optimizer, 2) * trained_bytes,
+        weights=0.0 if is_offloaded else weights,
+        compute_copy=2.0 * (num_parameters - num_frozen) if needs_copy else 0.0,
+        gradients=0.0 if is_offloaded else gradients,
+        optimizer=0.0 if is_offloaded else optimizer_state,
         activations=activations,
         logits=logits,
-        gathered=gathered,
+        gathered=_gathered(section, options, shape, num_parameters, num_frozen, width) if is_sharded and shape else 0.0,
         sync=min(bucket_mb * 2**20, 4.0 * num_parameters)
         + (4.0 * shape.vocab * shape.hidden if shape is not None and is_sharded else 0.0),
         is_accumulating=num_microbatches > 1,
+        host=weights + gradients + optimizer_state if is_offloaded else 0.0,
     )
+
+
+def _gathered(
+    section: Any, options: Mapping[str, Any], shape: _Shape, num_parameters: int, num_frozen: int, width: int
+) -> float:
+    """What FSDP2 holds whole: all that is in no layer, the layers at work and those fetched ahead, gradients of one unit.
+
+    `width`: bytes per weight in forward. Gradients are there in `width` and, while they are reduced, in float32.
+    """
+    layer = (num_parameters - num_frozen - shape.embeddings) / shape.layers
+    num_whole = min(shape.layers, 1 + int(options.get("prefetch", 1)))
+    if options.get("reshard_after_forward") is False:
+        num_whole = shape.layers
+    whole = width * (shape.embeddings + num_frozen + num_whole * layer)
+    return whole + (0 if section.lora.enabled else (width + 4) * max(shape.embeddings, layer))
 
 
 class _Shape:
@@ -98,10 +121,12 @@ class _Shape:
         head_dim = int(text.get("head_dim") or self.hidden // heads)
         self.width = heads * head_dim
         self.kv_width = int(text.get("num_key_value_heads") or heads) * head_dim
-        self.met = self.intermediate = int(text.get("intermediate_size") or 4 * self.hidden)
-        if text.get("num_experts_per_tok") and text.get("moe_intermediate_size"):
-            width = int(text["moe_intermediate_size"])
-            self.met = width * int(text["num_experts_per_tok"]) + int(text.get("shared_expert_intermediate_size") or 0)
+        self.met = self.dense = int(text.get("intermediate_size") or 4 * self.hidden)
+        if num_experts(text):
+            width = int(text.get("moe_intermediate_size") or self.met)
+            self.dense = int(text.get("shared_expert_intermediate_size") or 0)
+            self.dense += width * int(text.get("n_shared_experts") or text.get("moe_num_shared_experts") or 0)
+            self.met = width * int(text.get("num_experts_per_tok") or text.get("moe_k") or 1) + self.dense
         self.embeddings = self.vocab * self.hidden * (1 if text.get("tie_word_embeddings") else 2)
 
     def activations(self, tokens: int, width: int, is_mixed: bool, is_checkpointed: bool) -> float:
@@ -110,6 +135,6 @@ class _Shape:
         return float(tokens * width * values)
 
     def adapter_parameters(self, rank: int) -> int:
-        """Of an adapter of this rank on every linear layer."""
+        """Of an adapter of this rank on every linear layer outside experts."""
         attention = 2 * (self.hidden + self.width) + 2 * (self.hidden + self.kv_width)
-        return self.layers * rank * (attention + 3 * (self.hidden + self.intermediate))
+        return self.layers * rank * (attention + (3 * (self.hidden + self.dense) if self.dense else 0))

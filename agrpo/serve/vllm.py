@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from agrpo.config.model_folder import shape_of
+from agrpo.config.model_shape import shape_of
 from agrpo.schema import setting
 from agrpo.serve.flags import ServerCommand, server_command, trainer_dtype
 

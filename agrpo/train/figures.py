@@ -43,7 +43,7 @@ class LossFigures:
 
     @torch.no_grad()
     def add(self, loss, terms, value: torch.Tensor) -> None:
-        """One microbatch: its terms, and its share `value` of the step's loss."""
+        """One microbatch: its terms, and its share `value` of the step's loss, which is the mean of its updates'."""
         self._loss += value.detach()
         if terms.aux_loss is not None:
             self._aux += torch.stack([terms.aux_loss.detach().double(), torch.ones_like(self._aux[0])])

@@ -90,7 +90,7 @@ class Trainer:
         proximal = self.proximal.of(self.model, work.rows, work.num_updates, self.ranks.device)
         size, optimizer_s = len(work.rows) // work.num_updates, 0.0
         for number, (row, shares, before) in enumerate(zip(work.rows, work.shares, proximal, strict=True), 1):
-            self._accumulate(row, shares, before, size)
+            self._accumulate(work, row, shares, before)
             if number % size == 0:
                 self.timer.stop()
                 optimizer_s += self._update(work.index)
@@ -99,7 +99,7 @@ class Trainer:
         self.trace.write(work.index)
         self.window.add("perf/optimizer_s", optimizer_s)
 
-    def _accumulate(self, row: Any, shares: Any, proximal: Any, num_microbatches: int) -> None:
+    def _accumulate(self, work: Work, row: Any, shares: Any, proximal: Any) -> None:
         """Forward and backward of one of an update's microbatches; nothing here waits for the device."""
         self.forward_timer.start()
         on_device = DeviceRow.of(row, self.ranks.device)
@@ -109,10 +109,10 @@ class Trainer:
             proximal_logprobs=proximal,
         )
         share = torch.from_numpy(shares).to(self.ranks.device, non_blocking=True)
-        value = (self.loss(terms) * share[terms.sample_index]).sum() + self._balance(terms, num_microbatches)
+        value = (self.loss(terms) * share[terms.sample_index]).sum() + self._balance(terms, len(work.rows) // work.num_updates)
         self.forward_timer.stop()
         self.updater.backward(value)
-        self.figures.add(self.loss, terms, value)
+        self.figures.add(self.loss, terms, value / work.num_updates)
         self.trace.add(row, terms)
         self.parity.add(terms, self.version if self.is_synced else None)
 

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from model_build import group, make_model
 from test_model_packed import _check
 
-from agrpo.config.model_folder import shape_of
+from agrpo.config.model_shape import shape_of
 from agrpo.errors import ConfigError
 from agrpo.model import attention, delta
 from agrpo.model.delta_plan import DeltaPlan, _chunk_size

@@ -61,7 +61,45 @@ def test_an_adapter_trains_few_and_an_unknown_shape_gives_no_activations():
     section = Model(path="-", dtype="bfloat16", lora=Lora(enabled=True, r=2), fsdp=Fsdp(enabled=False))
     adapter = estimate(section, TEXT, num_parameters=1000, num_ranks=1, row_tokens=5)
     # Per layer: q 4 + 6, o 6 + 4, k and v 4 + 3 each, MLP 3 * (4 + 7) = 67 values per unit of rank.
-    assert adapter.weights == 2000
+    assert adapter.weights == 2000 + adapter.gradients
     assert adapter.gradients == 2 * 3 * 2 * 67
     unknown = estimate(Model(path="-"), None, num_parameters=1000, num_ranks=1, row_tokens=5)
     assert (unknown.activations, unknown.logits, unknown.gathered) == (0, 0, 0)
+
+
+@pytest.mark.parametrize("options, num_shards, num_whole", [
+    ({}, 8, 2), ({"replicate": 2}, 4, 2), ({"replicate": 8}, 1, 2), ({"reshard_after_forward": False}, 8, 3), ({"prefetch": 0}, 8, 1),
+])  # fmt: skip
+def test_the_ranks_of_one_copy_share_it_and_hold_so_many_layers_whole(options, num_shards, num_whole):
+    """Of 1,000 parameters 88 are embeddings and head, the others three layers; float32 shards, bfloat16 in forward."""
+    section = Model(path="-", fsdp=Fsdp(options=options))
+    found = estimate(section, TEXT, num_parameters=1000, num_ranks=8, row_tokens=5)
+    layer = (1000 - 88) / 3
+    assert (found.weights, found.gradients, found.optimizer) == (4000 / num_shards, 4000 / num_shards, 8000 / num_shards)
+    assert found.gathered == pytest.approx(2 * (88 + num_whole * layer) + 6 * layer)
+
+
+def test_shards_in_main_memory_leave_the_gpu_what_a_step_makes():
+    section = Model(path="-", fsdp=Fsdp(options={"cpu_offload": True}))
+    given = dict(num_parameters=1000, num_ranks=2, row_tokens=5)
+    gpu, cpu = (estimate(section, TEXT, **given, device=device) for device in ("cuda", "cpu"))
+    assert (gpu.weights, gpu.gradients, gpu.optimizer, gpu.host) == (0, 0, 0, 2000 + 2000 + 4000)
+    assert gpu.peak == gpu.activations + gpu.logits + gpu.gathered
+    assert (cpu.weights, cpu.host) == (2000, 0), "the ranks' device is main memory itself"
+
+
+def test_towers_that_text_does_not_pass_are_held_but_not_trained():
+    given = dict(num_parameters=1000, num_frozen=400, num_ranks=1, row_tokens=5)
+    found = estimate(Model(path="-"), TEXT, **given)
+    assert (found.weights, found.compute_copy, found.gradients, found.optimizer) == (4000, 1200, 2400, 4800)
+    sharded = estimate(Model(path="-", dtype="bfloat16", fsdp=Fsdp(enabled=True)), TEXT, **given)
+    assert sharded.weights == 2 * 400 + 4 * 600
+
+
+def test_a_mixtures_tokens_pass_some_experts_and_an_adapter_leaves_experts_out():
+    """As Mixtral: two of five experts as wide as intermediate_size, 6 * 4 + 4 * (6 + 3 + 2 * 7) values per layer and token."""
+    text = {**TEXT, "num_local_experts": 5, "num_experts_per_tok": 2}
+    plain = Model(path="-", precision="no", gradient_checkpointing=False)
+    assert estimate(plain, text, num_parameters=1000, num_ranks=1, row_tokens=5).activations == 5 * 4 * 3 * 116
+    adapter = Model(path="-", precision="no", lora=Lora(enabled=True, r=2))
+    assert estimate(adapter, text, num_parameters=1000, num_ranks=1, row_tokens=5).gradients == 4 * 3 * 2 * 34

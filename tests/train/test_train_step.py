@@ -103,6 +103,22 @@ def test_the_second_update_of_a_step_is_clipped_around_the_policy_of_its_start(f
     assert not trainer.is_synced
 
 
+@pytest.mark.parametrize("num_updates", [1, 2, 4])
+def test_the_loss_of_a_step_is_the_mean_of_its_updates(folder, num_updates):
+    """Every term is 1, so the loss is 1 however many updates share the step."""
+
+    class One(Decoupled):
+        def __call__(self, terms):
+            return torch.ones_like(terms.trainer_logprobs) + 0 * terms.trainer_logprobs
+
+    trainer = make_trainer(folder, One(updates_per_step=num_updates))
+    rows = [row_of([sample]) for sample in make_samples()]
+    (work,) = divide(Step(1, tuple(Microbatch((r,)) for r in rows)), Sharing(num_updates=num_updates))
+    trainer.step(work)
+    trainer.figures.record(trainer.window, 1)
+    assert trainer.window.record(1)["loss"] == pytest.approx(1.0, rel=1e-6)
+
+
 @pytest.mark.parametrize("aggregation", ["token", "sequence", "prompt", "constant"])
 def test_rows_and_microbatches_do_not_change_a_steps_gradient(folder, aggregation):
     """LOSS-19, for every aggregation and a loss of whole samples: one row of all samples, or one per microbatch."""
