@@ -17,7 +17,7 @@ TEXT = {"hidden_size": 4, "num_hidden_layers": 3, "vocab_size": 11, "num_attenti
         "head_dim": 3, "intermediate_size": 7}  # fmt: skip
 
 
-@pytest.mark.parametrize("kind", ["plain", "checkpointed"])
+@pytest.mark.parametrize("kind", ["plain", "checkpointed", "bf16", "adapter", "experts"])
 def test_the_estimate_is_within_a_quarter_of_a_real_steps_peak(kind):
     """On CPU: weights, gradients, two moments and the activations of one row, in a process of its own."""
     here = Path(__file__)
