@@ -145,6 +145,47 @@ def test_a_run_that_logged_completions_shows_text(tmp_path):
     assert "What is 2 + 3?" in shown(tmp_path, show="3/1") and "[5]" in shown(tmp_path, show="3/1")
 
 
+def test_a_group_that_was_played_again_after_a_resume_is_shown_as_it_was_last(tmp_path):
+    def group(number, text, count):
+        rollout = Rollout((), [{"role": "assistant", "content": text}], rewards={"right": 1.0})
+        return Group(number, PROMPT, (rollout,) * count, 2)
+
+    for groups in ([group(3, "before", 3), group(4, "before", 3)], [group(4, "after", 2)]):
+        log = CompletionLog(tmp_path / "completions.jsonl")
+        for one in groups:
+            log.write(one, None, None)
+        log.close()
+    config = {"rollout": {"dump_to_file": False}, "model": {"path": "none"}}
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump(config))
+    text = shown(tmp_path)
+    assert "5 rollouts" in text and "3/2/0" in text and "4/1/0" in text and "4/2/0" not in text
+    assert text.count("after") == 2 and text.count("before") == 3
+
+
+def test_a_dumped_group_that_was_played_again_by_another_version_is_shown_as_it_was_last(tmp_path):
+    tok = tokenizer()
+    before, after = (tok(text, add_special_tokens=False)["input_ids"] for text in ("12<|im_end|>", "7<|im_end|>"))
+
+    def group(number, ids, version, reward):
+        played = Rollout((turn([5, 6], ids, version),), [], rewards={"right": reward})
+        return Group(number, PROMPT, (played, played), version)
+
+    async def dump(groups, is_eval=False):
+        sink = Dump(tmp_path, tok)
+        for one in groups:
+            await sink.write(one, is_eval=is_eval)
+        sink.close()
+
+    asyncio.run(dump([group(7, before, 5, 0.0), group(8, before, 5, 0.0)]))
+    asyncio.run(dump([group(7, after, 4, 1.0)]))  # the checkpoint was of version 4
+    asyncio.run(dump([group(8, after, 5, 1.0)]))
+    text = shown(tmp_path)
+    assert "4 rollouts, mean reward 1.000" in text and "12" not in text
+    for version in (5, 4):  # each version has its own evaluation of the same prompts
+        asyncio.run(dump([group(-1, after, version, 1.0)], is_eval=True))
+    assert "4 rollouts" in shown(tmp_path, scope="eval-rollout")
+
+
 def test_what_is_missing_is_said(tmp_path, run):
     with pytest.raises(ConfigError, match="not a folder"):
         shown(tmp_path / "none")

@@ -18,7 +18,7 @@ class Split:
     generation_s: float
     training_s: float
     sync_s: float
-    num_generation: int
+    num_generation: int  # 0 where servers that the run did not start generate: their devices are not known
     num_training: int
     server_size: int = 1  # devices that one copy of the served model takes
 
@@ -59,12 +59,11 @@ def measured(history: History) -> Split | None:
     )  # a sync lasts that long
     busy_s = max(step_s - sync_s, 0.0)
     devices = history.setting("run.devices", {})
-    num_servers = len(str(history.setting("server.base_url", "")).split(","))
     return Split(
         generation_s=max(busy_s - (history.now("rollout/backpressure_s_per_step") or 0.0), 0.0),
         training_s=max(busy_s - (history.now("perf/rollout_wait_s") or 0.0), 0.0),
         sync_s=sync_s,
-        num_generation=len(devices.get("server", [])) or num_servers,
+        num_generation=len(devices.get("server") or []),
         num_training=history.setting("run.num_processes", 1) * history.setting("run.num_nodes", 1),
         server_size=history.setting("server.tensor_parallel_size", 1),
     )
@@ -75,19 +74,18 @@ def sentences(history: History) -> list[str]:
     split = measured(history)
     if split is None:
         return []
-    has_gpus, manages_both = (
-        bool(history.setting("run.devices")),
-        bool(history.setting("run.devices", {}).get("server")),
-    )
     here = f"{split.num_generation} for generation and {split.num_training} for training"
     lines = [
         f"Per step, generation is busy for {split.generation_s:.2f} s, training for {split.training_s:.2f} s, "
         f"the weight sync takes {split.sync_s:.2f} s (mean of the last steps)."
     ]
-    if not has_gpus:
+    together = f"max(G, R) + sync = {max(split.generation_s, split.training_s) + split.sync_s:.2f} s"
+    if not history.setting("run.devices"):
+        return [*lines, f"{together}; on a CPU both sides share the cores."]
+    if not split.num_generation:
         return [
             *lines,
-            f"max(G, R) + sync = {split.expected_s(split.num_generation, split.num_training):.2f} s; on a CPU both sides share the cores.",
+            f"{together}; no split is planned, since the devices of {history.setting('server.base_url', 'the servers')} are not known here.",
         ]
     best, expected = split.best(), split.expected_s(split.num_generation, split.num_training)
     bound = f"no split of {split.num_devices} devices is faster than {split.bound_s:.2f} s"
@@ -100,7 +98,7 @@ def sentences(history: History) -> list[str]:
         f"With {here} a step takes max(G/n_g, R/n_t) + sync = {expected:.2f} s; {best[0]} and {best[1]} would take "
         f"{split.expected_s(*best):.2f} s; {bound}."
     )
-    if manages_both and history.setting("run.num_nodes", 1) == 1:
+    if history.setting("run.num_nodes", 1) == 1:
         first = ",".join(str(i) for i in range(best[0]))
         second = ",".join(str(i) for i in range(best[0], split.num_devices))
         lines.append(f"'run.devices={{server:[{first}],trainer:[{second}]}}' run.num_processes={best[1]}")

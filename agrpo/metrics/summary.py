@@ -43,14 +43,21 @@ def summarize(records: Sequence[dict[str, Any]], exit_reason: str) -> dict[str, 
 
 def evaluations(records: Sequence[dict[str, Any]]) -> dict[str, dict[str, dict[str, Any]]]:
     """Evaluation -> `before` and `after` with reward, version and step: the first and the last that was made."""
-    found: dict[str, dict[str, dict[str, Any]]] = {}
+    return {name: {"before": points[0], "after": points[-1]} for name, points in evaluation_points(records).items()}
+
+
+def evaluation_points(records: Sequence[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:
+    """Evaluation -> its results in their order, one per step: one that a resumed run made again counts as the last of them."""
+    found: dict[str, dict[int, dict[str, Any]]] = {}
     for record in records:
         for key, reward in record.items():
-            if key.startswith("eval/") and key.endswith("/reward") and reward is not None:
+            if key.startswith("eval/") and key.endswith("/reward") and isinstance(reward, int | float):
                 name = key.removeprefix("eval/").removesuffix("/reward")
-                point = {"reward": reward, "version": record.get(f"eval/{name}/version"), "step": int(record.get(f"eval/{name}/step", record["step"]))}
-                found.setdefault(name, {"before": point})["after"] = point
-    return found
+                step = record.get(f"eval/{name}/step")
+                step = int(record["step"] if step is None else step)
+                point = {"reward": reward, "version": record.get(f"eval/{name}/version"), "step": step}
+                found.setdefault(name, {})[step] = point
+    return {name: list(points.values()) for name, points in found.items()}
 
 
 def written(run_dir: Path) -> dict[str, Path]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from agrpo.metrics.names import declared
+from agrpo.metrics.summary import evaluation_points
 from agrpo.report.plots import COLOURS, Curve, chart
 from agrpo.report.run_files import RunFiles
 
@@ -32,12 +33,22 @@ CHARTS: tuple[tuple[str, tuple[str, ...]], ...] = (
 )  # fmt: skip
 
 
+ALSO_COMPARED = (
+    ("Training waits", ("perf/rollout_wait_s",)),
+    ("Generation is held back", ("rollout/backpressure_s_per_step",)),
+    ("Copies", ("completions/duplicate_frac",)),
+    ("Cut-off answers", ("completions/clipped_ratio",)),
+)  # of several runs, besides the first metric of each chart
+
+
 def charts(runs: list[RunFiles]) -> str:
     """All charts that have data, as figures; curves are metrics of one run, or runs of one metric."""
     found = [_chart_of_one(runs[0], *entry) if len(runs) == 1 else _chart_of_all(runs, *entry) for entry in CHARTS]
     names = list(dict.fromkeys(name for run in runs for name in _sources(run)))
     for name in names if len(names) > 1 else []:
         found.append(_chart_of_all(runs, f"Reward source {name}", (f"rewards/{name}/mean",)))
+    if len(runs) > 1:
+        found += [_chart_of_all(runs, *entry) for entry in ALSO_COMPARED] + _evaluations_of_all(runs)
     return "".join(found)
 
 
@@ -60,13 +71,23 @@ def _chart_of_all(runs: list[RunFiles], title: str, names: tuple[str, ...]) -> s
 
 
 def _points(run: RunFiles, name: str) -> list[tuple[float, float]]:
-    records = run.records if name.startswith("eval/") else run.steps
-    return [(r["step"], r[name]) for r in records if isinstance(r.get(name), int | float)]
+    return [(r["step"], r[name]) for r in run.steps if isinstance(r.get(name), int | float)]
 
 
 def _evaluations(run: RunFiles) -> dict[str, list[tuple[float, float]]]:
-    names = dict.fromkeys(n for r in run.records for n in r if n.startswith("eval/") and n.endswith("/reward"))
-    return {name: _points(run, name) for name in names}
+    """Metric -> (step whose weights were evaluated, reward)."""
+    points = evaluation_points(run.records)
+    return {f"eval/{name}/reward": [(p["step"], p["reward"]) for p in made] for name, made in points.items()}
+
+
+def _evaluations_of_all(runs: list[RunFiles]) -> list[str]:
+    """One chart per evaluation, a line and its marks per run."""
+    made = [_evaluations(run) for run in runs]
+    found = []
+    for name in dict.fromkeys(name for one in made for name in one):
+        curves = [Curve(runs[i].name, one[name], colour_of(i)) for i, one in enumerate(made) if name in one]
+        found.append(chart(f"Evaluation: {name}", curves, _unit(name)))
+    return found
 
 
 def _sources(run: RunFiles) -> list[str]:

@@ -23,7 +23,8 @@ def explain(
     tell = tell or _print
     folder = run or newest_run(RUNS)
     files = read_run(folder)
-    tell(f"{folder}, step {History(files.records, {}).num_steps}")
+    tell(f"{folder}, step {History(files.records, {}).num_steps}, {files.end}")
+    _tell_cause(files, tell)
     shown = _tell(files, tell)
     if live:
         _follow(folder, shown, tell, every_s)
@@ -45,8 +46,13 @@ def _follow(folder: Path, shown: list[Finding], tell: Callable[[str], None], eve
         if changes(shown, found):
             tell(f"\nstep {files.records[-1]['step']}, {time.strftime('%H:%M:%S')}")
             shown = _tell(files, tell)
-    reason = files.summary.get("exit_reason", "it left no summary")
-    tell(f"\nThe run has ended: {reason}.")
+    tell(f"\nThe run has ended: {files.end}.")
+    _tell_cause(files, tell)
+
+
+def _tell_cause(files: RunFiles, tell: Callable[[str], None]) -> None:
+    if not files.is_active and files.cause:
+        tell(files.cause)
 
 
 def _tell(files: RunFiles, tell: Callable[[str], None]) -> list[Finding]:

@@ -54,9 +54,11 @@ def report(folders: list[Path], output: Path | None) -> Path:
 
 def page(runs: list[RunFiles]) -> str:
     """The whole document."""
+    left_out, runs = [run for run in runs if run.trouble], [run for run in runs if not run.trouble]
     title = runs[0].name if len(runs) == 1 else f"{len(runs)} runs"
     made = time.strftime("%Y-%m-%d %H:%M")
     parts = [f"<h1>{escape(title)}</h1><p class='dim'>agrpo report, {made}</p>"]
+    parts += [f"<p>{escape(run.name)} is left out: {escape(run.trouble)}.</p>" for run in left_out]
     if len(runs) == 1:
         parts += [_facts(runs[0]), _verdicts(runs[0])]
     else:
@@ -92,17 +94,16 @@ def _one(run: RunFiles, is_one_of_many: bool) -> str:
 
 
 def _facts(run: RunFiles) -> str:
-    steps = run.steps
-    per_record = run.settings.get("logger", {}).get("logging_steps", 1)  # a record has its steps' mean
-    seconds = sum(r["perf/step_s"] for r in steps) * per_record
-    end = run.summary.get("exit_reason") or ("running" if run.is_active else "ended without a summary")
+    steps, history = run.steps, split.History(run.records, run.settings)
+    seconds = history.total("perf/step_s") * history.setting("logger.logging_steps", 1)  # a record has its steps' mean
     facts = {
-        "folder": str(run.folder), "ended": end, "steps": steps[-1]["step"] if steps else 0,
-        "time in steps": f"{seconds:.0f} s", "model": run.settings.get("model", {}).get("path"),
-        "tokens forwarded": f"{steps[-1].get('num_tokens', 0):.0f}" if steps else 0, **_evaluated(run),
+        "folder": str(run.folder), "ended": run.end, "steps": steps[-1]["step"] if steps else 0,
+        "time in steps": f"{seconds:.0f} s", "model": history.setting("model.path"),
+        "tokens forwarded": f"{max(history.values('num_tokens'), default=0):.0f}", **_evaluated(run),
     }  # fmt: skip
     rows = "".join(f"<tr><th>{escape(str(k))}</th><td>{escape(str(v))}</td></tr>" for k, v in facts.items())
-    return f"<table>{rows}</table>"
+    cause = f"<pre>{escape(run.cause)}</pre>" if run.cause and not run.is_active else ""
+    return f"<table>{rows}</table>{cause}"
 
 
 def _evaluated(run: RunFiles) -> dict[str, str]:
@@ -137,7 +138,19 @@ def _code(words: str) -> str:
 def _comparison(runs: list[RunFiles]) -> str:
     """One row per run: what differs in the configuration, and what came of it."""
     differing = differences([run.settings for run in runs])
-    heads = ["run", *differing, "steps", "reward", "best", "evaluation", "step s", "tokens/s", "waits", "verdicts"]
+    heads = [
+        "run",
+        *differing,
+        "ended",
+        "steps",
+        "reward",
+        "best",
+        "evaluation",
+        "step s",
+        "tokens/s",
+        "waits",
+        "verdicts",
+    ]
     rows = []
     for index, run in enumerate(runs):
         found = findings(run.records, run.settings)
@@ -145,7 +158,7 @@ def _comparison(runs: list[RunFiles]) -> str:
         step_s, wait_s = history.now("perf/step_s"), history.now("perf/rollout_wait_s")
         evaluated = "; ".join(f"{k.removeprefix('evaluation ')} {v}" for k, v in _evaluated(run).items())
         cells = [
-            *(_plain(_at(run.settings, key)) for key in differing), str(history.num_steps),
+            *(_plain(_at(run.settings, key)) for key in differing), run.end, str(history.num_steps),
             _figure(history.now("reward")), _figure(history.best("reward")), evaluated, _figure(step_s),
             _figure(history.now("perf/wall_clock_forwarded_tokens_per_s")),
             f"{100 * wait_s / step_s:.0f} %" if step_s and wait_s is not None else "",

@@ -6,7 +6,7 @@ The trajectory dump has everything; `completions.jsonl` has messages and rewards
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -56,22 +56,25 @@ def read(run: Path) -> Recorded:
         )
     config = yaml.safe_load((run / "config.yaml").read_text()) if (run / "config.yaml").exists() else None
     if config is None:
-        found = [*_dumped(run), *(r for folder in sorted(run.glob("*/*")) for r in _dumped(folder))]
+        folders = (run, *sorted(run.glob("*/*")))
+        found = [record for folder in folders for record in last_of_each(_dumped(folder))]
         if not found:
             raise ConfigError(f"{run} holds no run (config.yaml) and no dumped rollouts (rollout/VERSION/GROUP.jsonl)")
         return Recorded(found, None, True)
+    if not isinstance(config, dict) or not isinstance(config.get("rollout"), dict):
+        raise ConfigError(f"{run / 'config.yaml'} has no section rollout, so it says nothing of recorded rollouts")
     settings, model = config["rollout"], config["model"]
     tokenizer = settings.get("tokenizer_path") or model.get("tokenizer_path") or model["path"]
     if settings["dump_to_file"]:
         folder = Path(settings["fileroot"]).expanduser() / settings["experiment_name"] / settings["trial_name"]
-        records = list(_dumped(folder))
+        records = last_of_each(_dumped(folder))
         if not records:
             raise ConfigError(
                 f"no rollout lies below {folder} (rollout.fileroot); relative folders are taken from here"
             )
         return Recorded(_with_trained(records, run), tokenizer, True)
     if (run / "completions.jsonl").exists():
-        return Recorded(list(_completions(run / "completions.jsonl")), tokenizer, False)
+        return Recorded(last_of_each(_completions(run / "completions.jsonl")), tokenizer, False)
     raise ConfigError(
         f"{run} recorded no rollouts; run with {_SWITCH_ON} for tokens and log-probs, or logger.log_completions=true for text"
     )
@@ -80,10 +83,33 @@ def read(run: Path) -> Recorded:
 def _dumped(folder: Path) -> Iterator[Record]:
     for scope in ("rollout", "eval-rollout"):
         versions = (p for p in (folder / scope).glob("*") if p.name.isdigit())
-        for version in sorted(versions, key=lambda p: int(p.name)):
-            for path in sorted(version.glob("*.jsonl"), key=lambda p: int(p.stem)):
-                for line in read_lines(path):
-                    yield Record(line, scope, int(version.name))
+        paths = [path for version in versions for path in version.glob("*.jsonl")]
+        newest: dict[str, int] = {}  # group -> when it was written last, in whatever version
+        for path in paths:
+            newest[path.name] = max(newest.get(path.name, 0), path.stat().st_mtime_ns)
+        for path in sorted(paths, key=lambda p: (int(p.parent.name), int(p.stem))):
+            if scope == "rollout" and path.stat().st_mtime_ns < newest[path.name]:
+                continue  # played again after a resume, by another version
+            for line in read_lines(path):
+                yield Record(line, scope, int(path.parent.name))
+
+
+def last_of_each(records: Iterable[Record]) -> list[Record]:
+    """The records of each group as it was played last: a resumed run plays again what its checkpoint does not know.
+
+    Evaluations number their groups alike for every version, so there each version has its own.
+    """
+    found: dict[Any, list[Record]] = {}
+    before: tuple[Any, tuple[int, int]] = (None, (0, 0))
+    for record in records:
+        key = (record.scope, record.fields["task_id"], record.version if record.scope == "eval-rollout" else None)
+        place = (record.fields["rollout_id"], record.fields.get("sample_idx", 0))
+        if key != before[0] or place <= before[1]:
+            found.pop(key, None)  # it stands where it was played last
+            found[key] = []
+        found[key].append(record)
+        before = (key, place)
+    return [record for group in found.values() for record in group]
 
 
 def _with_trained(records: list[Record], run: Path) -> list[Record]:
@@ -112,9 +138,10 @@ def loss_mask(fields: dict[str, Any]) -> np.ndarray:
 
 
 def _completions(path: Path) -> Iterator[Record]:
-    slots: dict[int, int] = {}
+    group, slot = None, -1
     for line in read_lines(path):
-        slot = slots[line["group"]] = slots.get(line["group"], -1) + 1
+        slot = line.get("slot", slot + 1 if line["group"] == group else 0)
+        group = line["group"]
         rewards = line["rewards"]
         given = [v for v in rewards.values() if v is not None]
         fields = {

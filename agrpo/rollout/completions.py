@@ -20,9 +20,11 @@ class CompletionLog:
         """The usable rollouts of a group; `dropped` is why it is not trained, None if it is. `advantages` are None where
         they are known only in the step."""
         listed = [None] * len(group.usable) if advantages is None else advantages.tolist()
-        for rollout, advantage in zip(group.usable, listed, strict=True):
+        usable = [(slot, r) for slot, r in enumerate(group.rollouts) if r.failure is None]
+        for (slot, rollout), advantage in zip(usable, listed, strict=True):
             line = {
                 "group": group.group_id,
+                "slot": slot,
                 "version": group.version,
                 "prompt": group.prompt.messages if rollout.prompt is None else rollout.prompt,
                 "completion": rollout.completion,

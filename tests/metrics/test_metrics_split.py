@@ -68,14 +68,20 @@ def test_a_cpu_run_and_a_run_without_steps():
     assert sentences(History([], {})) == []
 
 
-def test_servers_elsewhere_and_trainers_on_several_machines_are_counted():
+@pytest.mark.parametrize("size", [1, 4])
+def test_no_split_is_planned_for_servers_whose_devices_are_not_known(size):
+    """One address may be one device or eight; what was measured is said all the same."""
     settings = {
         "run": {"devices": {"trainer": [0, 1]}, "num_processes": 2, "num_nodes": 3},
-        "server": {"base_url": "http://a:1,http://b:2"},
+        "server": {"base_url": "http://a:1,http://b:2", "tensor_parallel_size": size},
     }
-    plan = measured(History(played_out(12.0, 12.0, 0.0, 2, 6), settings))
-    assert (plan.num_generation, plan.num_training) == (2, 6)
-    assert not any("run.devices" in line for line in sentences(History(played_out(12.0, 12.0, 0.0, 2, 6), settings)))
+    history = History(played_out(30.0, 12.0, 0.5, 2, 6), settings)
+    assert measured(history).num_training == 6
+    lines = sentences(history)
+    assert "generation is busy for 15.00 s, training for 2.00 s" in lines[0] and len(lines) == 2
+    assert (
+        lines[1].startswith("max(G, R) + sync = 15.50 s; no split is planned") and "http://a:1,http://b:2" in lines[1]
+    )
 
 
 def test_a_sync_every_few_steps_counts_with_its_share_of_each():

@@ -30,7 +30,7 @@ def test_a_verdict_has_its_figure_cause_and_an_override_to_copy(tmp_path):
     told = []
     append(fresh(tmp_path), 1, 12, **{"perf/rollout_wait_s": 1.0, "rollout/backpressure_s_per_step": 1.0})
     explain(tmp_path, False, told.append)
-    assert told[0].endswith("step 12") and told[1].startswith(
+    assert ", step 12, finished" in told[0] and told[1].startswith(
         "warning  window-bound: training waits 1.00 s of each 2.00 s"
     )
     assert told[2].strip() == "rollout.max_staleness=8" and told[3].startswith(

@@ -1,5 +1,6 @@
 """`agrpo report`: what the page holds, and that no text of a run becomes part of its structure."""
 
+import fcntl
 import json
 import shutil
 import subprocess
@@ -10,9 +11,10 @@ import yaml
 
 from agrpo.errors import AgrpoError, ConfigError
 from agrpo.lifecycle import Life
+from agrpo.report.explain import explain
 from agrpo.report.page import differences, page, report
 from agrpo.report.plots import Curve, chart, nice_ticks
-from agrpo.report.run_files import read_runs
+from agrpo.report.run_files import read_runs, runs_below
 from agrpo.report.timeline import kind_of, lanes_of, last_steps, timeline
 from tests.test_view import run as recorded_run  # noqa: F401
 
@@ -173,3 +175,89 @@ def test_the_last_steps_and_the_kinds_of_phases():
         kind_of(w)[0] for w in ("waiting for samples", "sending the weights", "training", "loading the model", "paused")
     ]
     assert kinds == ["waiting", "weights", "training", "starting", "waiting"]
+
+
+PLAUSIBLE = {
+    "a step without its time": ("metrics.jsonl", '{"step": 13, "perf/step_s": null, "num_tokens": null, "eval/heldout/step": null, "eval/heldout/reward": 0.5}\n'),
+    "a record without a step": ("metrics.jsonl", '{"step": null, "perf/step_s": 2.0}\n'),
+    "half a summary": ("summary.json", '{"exit_rea'),
+    "a summary that is none": ("summary.json", "[]"),
+    "half the versions": ("versions.json", '{"overrides": ["a'),
+    "a phase without an end": ("timeline/trainer0.jsonl", '{"what": "training", "start": 3.0}\n'),
+    "an empty section": ("config.yaml", "logger: null\nmodel: null\nrollout: null\n"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name, text", PLAUSIBLE.values(), ids=PLAUSIBLE)
+def test_what_a_killed_run_may_leave_behind_is_no_failure_of_the_page(tmp_path, name, text):
+    folder = write_run(tmp_path / "run")
+    (folder / name).write_text(text)
+    assert "<h2>Rollouts</h2>" in page(read_runs([folder]))
+    told = []
+    explain(folder, False, told.append)
+    assert "step" in told[0]
+
+
+@pytest.mark.parametrize("text", ["", "a: [1", "- 1\n", "\x00"])
+def test_a_run_that_cannot_be_read_is_left_out_of_a_comparison_and_refused_alone(tmp_path, text):
+    runs = [write_run(tmp_path / "sweep" / str(number)) for number in range(3)]
+    (runs[1] / "config.yaml").write_text(text)
+    drawn = page(read_runs([tmp_path / "sweep"]))
+    assert "2 runs" in drawn and "<p>1 is left out: " in drawn
+    for read in (lambda: read_runs([runs[1]]), lambda: explain(runs[1], False, print)):
+        with pytest.raises(ConfigError, match="give the folder of another run") as refused:
+            read()
+        assert len(str(refused.value).splitlines()) == 1
+
+
+def test_hidden_folders_hold_no_runs(tmp_path):
+    write_run(tmp_path / ".here" / "runs" / "a")
+    write_run(tmp_path / ".here" / "runs" / "a" / ".doctor" / "run")
+    write_run(tmp_path / ".here" / "runs" / ".doctor")
+    assert runs_below(tmp_path / ".here" / "runs") == [tmp_path / ".here" / "runs" / "a"]
+
+
+def test_a_failed_run_says_why_and_an_active_one_that_it_runs(tmp_path):
+    folder = write_run(tmp_path / "run")
+    (folder / "summary.json").unlink()
+    (folder / "state").mkdir(exist_ok=True)
+    (folder / "state" / "server.exit.json").write_text(
+        json.dumps({"process": "server", "code": 0, "reason": "finished"})
+    )
+    assert "<td>ended without a summary</td>" in page(read_runs([folder]))
+    (folder / "state" / "trainer0.exit.json").write_text(
+        json.dumps({"process": "trainer0", "code": 4, "reason": f"the disk is full {EVIL}"})
+    )
+    drawn = page(read_runs([folder]))
+    assert "<td>failed</td>" in drawn and "<pre>trainer0: the disk is full" in drawn
+    (folder / "failure.txt").write_text(f"trainer0 ended with exit code 4\n  last line {EVIL}\n")
+    drawn = page(read_runs([folder]))
+    assert "<pre>trainer0 ended with exit code 4" in drawn and "the disk is full" not in drawn
+    assert_harmless(drawn)
+    told = []
+    explain(folder, False, told.append)
+    assert told[0].endswith("failed") and told[1].startswith("trainer0 ended with exit code 4")
+    (folder / "summary.json").write_text('{"exit_reason": "interrupted"}')  # of the run before, which is continued
+    with (folder / "state" / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        drawn = page(read_runs([folder]))
+        assert "<td>running</td>" in drawn and "exit code 4" not in drawn
+        assert "<td>running</td>" in page(read_runs([folder, write_run(tmp_path / "other")]))
+
+
+def test_a_comparison_draws_waits_and_evaluations_of_each_run(tmp_path):
+    runs = read_runs([write_run(tmp_path / "a", reward=0.25), write_run(tmp_path / "b", reward=0.75)])
+    drawn = page(runs)
+    for title in ("Training waits: perf/rollout_wait_s", "Evaluation: eval/heldout/reward"):
+        figure = drawn[drawn.index(f"<figcaption>{title}") :].split("</figure>")[0]
+        assert figure.count("<polyline") == 2 and "</i>a</span>" in figure and "</i>b</span>" in figure
+    assert "Evaluation: " not in page(runs[:1])
+
+
+def test_an_evaluation_that_was_made_again_counts_once(tmp_path):
+    folder = write_run(tmp_path / "run")
+    lines = [(5, 5, 0.2), (6, 5, 0.4), (9, 8, 0.6)]  # (step of the record, of the weights, reward)
+    (folder / "metrics.jsonl").write_text(
+        "".join(json.dumps({"step": s, "eval/heldout/step": of, "eval/heldout/reward": r}) + "\n" for s, of, r in lines)
+    )
+    assert "0.400 -&gt; 0.600" in page(read_runs([folder]))
