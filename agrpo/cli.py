@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -56,7 +55,8 @@ def root(version: Annotated[bool, typer.Option("--version", help="Show the versi
 @app.command(
     help=TRAIN_HELP,
     epilog="Exit codes: 0 success, 1 unexpected error, 2 wrong usage, 3 configuration refused, "
-    "4 server or host check failed, 5 contract error in user code, 6 stall or time-out.",
+    "4 server or host check failed, 5 contract error in user code, 6 stall or time-out, "
+    "129, 130, 143 ended by SIGHUP, SIGINT (Ctrl-C), SIGTERM.",
 )
 def train(
     overrides: Annotated[list[str] | None, typer.Argument(metavar="OVERRIDES", show_default=False)] = None,
@@ -199,7 +199,7 @@ def evaluate(
 
 EXPORT_HELP = """Write a Hugging Face folder from a run or one of its checkpoints. RUN is a run's folder, or checkpoints/step-NNNNNN in it.
 
-Of a run's folder the finished model is taken, else its newest checkpoint.
+Of a run's folder the finished model is taken, or the newest checkpoint where that is of a later step.
 
 \b
 Examples:
@@ -315,12 +315,14 @@ def start_job(job: Job) -> float | None:
 
 def _leave_with(run: object) -> None:
     """Call `run` and turn how it ends into lines on stderr and an exit code (CLI-11)."""
+    from agrpo.metrics.output import say
+
     try:
         run()
     except AgrpoError as error:
         lines = error.problems if isinstance(error, ConfigError) else [str(error)]
         for line in lines:
-            print(line, file=sys.stderr)
+            say(line)
         raise typer.Exit(error.exit_code) from None
     except KeyboardInterrupt as interrupt:
         raise typer.Exit(getattr(interrupt, "exit_code", 130)) from None

@@ -27,7 +27,7 @@ from typing import TextIO
 
 from agrpo.errors import AgrpoError, ServerError
 
-WIRE_PORT = "wire.port"  # file in state/
+WIRE_PORT, EXPORTED = "wire.port", "exported.step"  # files in state/
 # The disk is full, the quota is used up, the file may not grow: nothing that trying again would change.
 NO_SPACE = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 
@@ -61,6 +61,19 @@ def told_wire_port(run_dir: Path) -> int | None:
     try:
         return int((run_dir / "state" / WIRE_PORT).read_text())
     except FileNotFoundError:
+        return None
+
+
+def tell_exported(run_dir: Path, step: int) -> None:
+    """By trainer rank 0, once `model/` holds the model of this step; a run that is continued leaves it there."""
+    write_atomic(run_dir / "state" / EXPORTED, str(step))
+
+
+def exported_step(run_dir: Path) -> int | None:
+    """The step of `model/`; None where it is not known."""
+    try:
+        return int((run_dir / "state" / EXPORTED).read_text())
+    except (FileNotFoundError, ValueError):
         return None
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 from agrpo.config import Config, load
 from agrpo.config.checkpoint_folder import complete, is_complete
 from agrpo.errors import ConfigError
+from agrpo.lifecycle import exported_step
 
 MERGED, ADAPTER = "merged", "adapter"
 
@@ -27,21 +28,30 @@ class Source:
 
 
 def source_of(path: Path) -> Source:
-    """A run's folder means its finished model, else its newest checkpoint. ConfigError for anything else."""
+    """A run's folder means the model that it exported, or its newest checkpoint where that is of a later step. ConfigError
+    for anything else."""
     path = path.expanduser().absolute()
     if (path / "config.yaml").exists():
-        if (path / "model" / "config.json").exists():
-            return Source(path, None)
         found = complete(path / "checkpoints")
-        if not found:
+        newest = found[-1] if found else None
+        if (path / "model" / "config.json").exists():
+            # A run that was continued and did not finish has an older model beside its checkpoints.
+            exported = exported_step(path)
+            is_older = newest is not None and exported is not None and exported < _step(newest)
+            return Source(path, newest if is_older else None)
+        if newest is None:
             raise ConfigError(f"{path} has neither a folder model nor a checkpoint; continue it with run.resume=auto")
-        return Source(path, found[-1])
+        return Source(path, newest)
     if is_complete(path):
         run_dir = path.parents[1]
         if not (run_dir / "config.yaml").exists():
             raise ConfigError(f"{path} does not lie in its run: {run_dir}/config.yaml says how to read it, and is missing")
         return Source(run_dir, path)
     raise ConfigError(f"{path} is neither a run's folder nor one of its folders checkpoints/step-NNNNNN")
+
+
+def _step(checkpoint: Path) -> int:
+    return int(checkpoint.name.removeprefix("step-"))
 
 
 def export(path: Path, output: Path | None, kind: str | None, repo: str | None, private: bool = False) -> Path:

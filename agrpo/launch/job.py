@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import json
-import sys
+import math
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,6 +14,7 @@ from agrpo.env import resolve
 from agrpo.errors import AgrpoError, ConfigError
 from agrpo.launch.plan import resolved
 from agrpo.metrics import sinks
+from agrpo.metrics.output import say
 from agrpo.rollout import loop_class
 from agrpo.train import callbacks
 
@@ -32,13 +32,13 @@ def start(job: Job) -> float | None:
     config, warnings = check(job.tree, job.devices)
     config = resolved(config)
     if job.number is not None:
-        print(f"job {job.number}: {' '.join(public(config, job.overrides))}", file=sys.stderr)
+        say(f"job {job.number}: {' '.join(public(config, job.overrides))}")
     try:
         supervise(config, warnings, job.overrides, quiet=job.quiet)
     except AgrpoError as error:
         if job.number is not None:
             # The sweep goes on; its end reports only the first failure.
-            print(f"job {job.number} failed: {error}", file=sys.stderr)
+            say(f"job {job.number} failed: {error}")
         raise
     return _objective(config)
 
@@ -94,10 +94,17 @@ def _objective(config: Config) -> float | None:
     name = config.run.objective
     if name is None:
         return None
-    path = Path(config.run.output_dir) / "metrics.jsonl"
-    records = [json.loads(line) for line in path.read_text().splitlines()]
+    return objective(name, Path(config.run.output_dir))
+
+
+def objective(name: str, run_dir: Path) -> float:
+    """The last finite number that the run logged under this name. AgrpoError where there is none."""
+    records = sinks.read_records(run_dir)
     values = [record[name] for record in records if name in record]
-    if not values:
-        names = sorted({key for record in records for key in record})
-        raise AgrpoError(f"run.objective: no metric {name} was logged; logged: {', '.join(names)}")
-    return float(values[-1])
+    numbers = [float(v) for v in values if isinstance(v, int | float) and math.isfinite(v)]
+    if numbers:
+        return numbers[-1]
+    if values:
+        raise AgrpoError(f"run.objective: {name} was never a finite number; it was last logged as {values[-1]!r}")
+    names = sorted({key for record in records for key in record})
+    raise AgrpoError(f"run.objective: no metric {name} was logged; logged: {', '.join(names) or 'nothing'}")

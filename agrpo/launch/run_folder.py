@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import importlib.metadata
 import json
@@ -13,11 +14,13 @@ from typing import IO
 
 import agrpo
 from agrpo.config import Config, public, save
-from agrpo.errors import ConfigError
+from agrpo.errors import AgrpoError, ConfigError
 from agrpo.launch.plan import Ports, server_urls
 from agrpo.lifecycle import WIRE_PORT, Runtime, write_atomic
+from agrpo.metrics.summary import FILE_NAME as SUMMARY
 
 PACKAGES = ("torch", "transformers", "vllm", "hydra-core", "numpy", "aiohttp")
+FAILURE = "failure.txt"
 
 
 def prepare(config: Config, overrides: list[str], ports: Ports) -> IO[str]:
@@ -26,7 +29,8 @@ def prepare(config: Config, overrides: list[str], ports: Ports) -> IO[str]:
     state = run_dir / "state"
     state.mkdir(parents=True, exist_ok=True)
     lock = _lock(run_dir)
-    for left_over in (*state.glob("*.alive.json"), *state.glob("*.exit.json"), *state.glob(".*"), state / WIRE_PORT):
+    ends = (run_dir / SUMMARY, run_dir / FAILURE)  # of the run that is continued
+    for left_over in (*state.glob("*.alive.json"), *state.glob("*.exit.json"), *state.glob(".*"), state / WIRE_PORT, *ends):
         left_over.unlink(missing_ok=True)
     save(config, run_dir, overrides)
     write_atomic(
@@ -41,6 +45,13 @@ def prepare(config: Config, overrides: list[str], ports: Ports) -> IO[str]:
     )
     runtime.save(run_dir)
     return lock
+
+
+def keep_failure(run_dir: Path, error: Exception) -> None:
+    """Why the run ended, as it is printed too; a disk that takes no more must not hide it."""
+    text = str(error) if isinstance(error, AgrpoError) else f"{type(error).__name__}: {error}"
+    with contextlib.suppress(OSError):
+        write_atomic(run_dir / FAILURE, text + "\n")
 
 
 def _lock(run_dir: Path) -> IO[str]:

@@ -3,8 +3,8 @@
     server -> healthy -> trainer ranks and rollout -> steps -> trainers end -> rollout ends -> server stops
 
 Every process is watched from its start. The first one that dies, or goes silent beyond its limit, ends the run: the
-others are stopped in order, within 15 s unless a trainer is writing a checkpoint, and the cause is named. SIGINT or
-SIGTERM asks the trainers to finish their step and save; a second one kills everything at once (CLI-13).
+others are stopped in order, within 15 s unless a trainer is writing a checkpoint, and the cause is named. SIGINT, SIGTERM
+or a lost terminal asks the trainers to finish their step and save; a second signal kills everything at once (CLI-13).
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from agrpo.launch.processes import Child, kill, spawn, stop, wait_all
 from agrpo.launch.prompts import long_prompts
 from agrpo.launch.server import Server
 from agrpo.launch.watchdog import Watchdog
+from agrpo.lifecycle import exported_step
 from agrpo.metrics import completions, findings
 from agrpo.metrics.console import Console
 from agrpo.metrics.summary import read_summary, written
@@ -65,21 +66,12 @@ def supervise(
         supervisor = Supervisor(config, run_dir, processes, plan.server_urls(config, ports), console)
         with supervisor.signals():
             try:
-                supervisor.start(check_server)
-                supervisor.watch()
-                summary = supervisor.finish()
-            except StallError as stall:
-                console.close()
-                try:
-                    folder = dump(run_dir, supervisor.children)
-                finally:
-                    supervisor.stop_all()
-                raise StallError(f"{stall}\nStacks, logs and states of all processes: {folder}") from stall
-            except BaseException:
-                console.close()
-                supervisor.stop_all()
+                summary = supervisor.run(check_server)
+            except Exception as error:
+                run_folder.keep_failure(run_dir, error)
+                console.fail(findings.closing(run_dir))
                 raise
-        console.finish(summary, written(run_dir), verdicts=findings.closing(run_dir))
+        console.finish(summary, supervisor.written(summary), verdicts=findings.closing(run_dir))
         if supervisor.signal is not None:
             raise Interrupted(supervisor.signal)
         return summary
@@ -89,7 +81,12 @@ def _console(config: Config, run_dir: Path, quiet: bool) -> Console:
     logger = config.logger
     shows_steps = logger.sinks.get("console", False)
     return Console(
-        run_dir, max_steps=config.run.max_steps, live=logger.progress_bar, shows_steps=shows_steps, quiet=quiet
+        run_dir,
+        max_steps=config.run.max_steps,
+        num_epochs=config.run.num_train_epochs,
+        live=logger.progress_bar,
+        shows_steps=shows_steps,
+        quiet=quiet,
     )
 
 
@@ -111,7 +108,6 @@ class Supervisor:
         self.rollout: Child | None = None
         self.trainers: list[Child] = []
         self.signal: int | None = None  # the first signal received
-        self._num_signals = 0
         self._asked = False  # whether the trainers know of the signal
         self._watchdog = Watchdog(config.run, config.rollout)
         self._metrics = Tail(run_dir / "metrics.jsonl")
@@ -122,6 +118,24 @@ class Supervisor:
     @property
     def children(self) -> list[Child]:
         return [c for c in (self.server.child, self.rollout, *self.trainers) if c is not None]
+
+    def run(self, check_server: Callable) -> dict[str, Any]:
+        """Start to end; the summary. Whatever ends it early, no process is left."""
+        try:
+            self.start(check_server)
+            self.watch()
+            return self.finish()
+        except StallError as stall:
+            self.console.close()
+            try:
+                folder = dump(self.run_dir, self.children)
+            finally:
+                self.stop_all()
+            raise StallError(f"{stall}\nStacks, logs and states of all processes: {folder}") from stall
+        except BaseException:
+            self.console.close()
+            self.stop_all()
+            raise
 
     # start
 
@@ -194,10 +208,9 @@ class Supervisor:
         return _Handlers(self._on_signal)
 
     def _on_signal(self, number: int, frame: Any) -> None:
-        self._num_signals += 1
-        if self._num_signals == 1:
+        if self.signal is None:
             self.signal = number
-        else:
+        elif number != signal.SIGHUP:  # of which a lost terminal gives two, its own and its shell's
             kill(self.children)
             raise Interrupted(number)
 
@@ -229,6 +242,13 @@ class Supervisor:
             stop([self.server.child], SERVER_GRACE_S)
         return read_summary(self.run_dir)
 
+    def written(self, summary: dict[str, Any]) -> dict[str, Path]:
+        """What the run left in its folder; a model of fewer steps, which a run that was continued left before, is not named."""
+        paths, exported = written(self.run_dir), exported_step(self.run_dir)
+        if exported is not None and exported < summary.get("global_step", 0):
+            paths.pop("model", None)
+        return paths
+
     def stop_all(self) -> None:
         """After a failure: the rollout ends now, trainers may save, the server goes last."""
         for child in self.children:
@@ -253,14 +273,17 @@ class Supervisor:
 
 
 class _Handlers:
-    """SIGINT and SIGTERM go to `handler` within the block; elsewhere than in the main thread they cannot."""
+    """SIGINT, SIGTERM and SIGHUP go to `handler` within the block; elsewhere than in the main thread they cannot. A SIGHUP
+    that is ignored, as under nohup, stays so."""
 
     def __init__(self, handler: Any):
         self._handler, self._before = handler, {}
 
     def __enter__(self) -> None:
         if threading.current_thread() is threading.main_thread():
-            for number in (signal.SIGINT, signal.SIGTERM):
+            for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+                if number == signal.SIGHUP and signal.getsignal(number) == signal.SIG_IGN:
+                    continue
                 self._before[number] = signal.signal(number, self._handler)
 
     def __exit__(self, *exc: object) -> None:

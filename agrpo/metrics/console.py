@@ -20,6 +20,7 @@ from rich.text import Text
 from agrpo.metrics.chart import curve
 from agrpo.metrics.completions import completion_table, plain_line
 from agrpo.metrics.live import VERDICTS, Glance, aligned, short_number, sides, token_line
+from agrpo.metrics.output import Unfailing
 from agrpo.metrics.summary import evaluations
 
 SHOWN_STEPS = 5  # rows of the live table
@@ -62,21 +63,24 @@ def step_line(record: Mapping[str, Any], max_steps: int | None = None) -> str:
 
 
 class Console:
-    """Shows one run. `live=None` decides by the terminal; `shows_steps=False` leaves phases, failures and the end;
-    `quiet` leaves the start, warnings and the end."""
+    """Shows one run of `max_steps`, else of `num_epochs`. `live=None` decides by the terminal; `shows_steps=False` leaves
+    phases, failures and the end; `quiet` leaves the start, warnings and the end. An output that fails is off, no more."""
 
     def __init__(
         self,
         run_dir: Path,
         *,
         max_steps: int | None = None,
+        num_epochs: float | None = None,
         live: bool | None = None,
         shows_steps: bool = True,
         quiet: bool = False,
         output: RichConsole | None = None,
     ):
         self.run_dir, self.max_steps, self.shows_steps = Path(run_dir), max_steps, shows_steps
+        self._num_epochs = None if max_steps else num_epochs
         self.output, self.quiet = output or RichConsole(highlight=False), quiet
+        self.output.file = Unfailing(self.output.file, "the console")
         self.is_live = (self.output.is_terminal if live is None else live) and not quiet
         self._began = time.monotonic()
         self._phases: dict[str, tuple[str, float]] = {}  # process -> phase, when it began
@@ -85,8 +89,10 @@ class Console:
         self._view: Live | None = None
 
     def __enter__(self) -> Console:
-        steps = f", {self.max_steps} steps" if self.max_steps else ""
-        self.note(f"run {self.run_dir}{steps}")
+        length = f", {self.max_steps} steps" if self.max_steps else ""
+        if self._num_epochs:
+            length = f", {self._num_epochs:g} epoch{'' if self._num_epochs == 1 else 's'}"
+        self.note(f"run {self.run_dir}{length}")
         if self.is_live:
             self._view = Live(
                 get_renderable=self.render, console=self.output, transient=True, refresh_per_second=REFRESHES_PER_S
@@ -138,10 +144,11 @@ class Console:
         """A line that stays: above the live view, or simply the next line."""
         self.output.print(Text(self._safe(text)), soft_wrap=True)
 
-    def failure(self, text: str) -> None:
-        """Why the run ended, after which nothing moves any more."""
+    def fail(self, verdicts: Sequence[str]) -> None:
+        """The end of a run that failed: what its records say, before the failure itself is printed."""
         self.close()
-        self.output.print(Text(self._safe(text), style="bold red"), soft_wrap=True)
+        for line in ("", *verdicts, "") if verdicts else ():
+            self.note(line)
 
     def finish(
         self,
@@ -159,7 +166,10 @@ class Console:
             self._history.add(record)
         chart = self._curve(TALLEST_CURVE, ascii_only=self._is_ascii)
         if chart:
-            (self.run_dir / CURVE_FILE).write_text(self._curve(TALLEST_CURVE, ascii_only=True) + "\n")
+            try:
+                (self.run_dir / CURVE_FILE).write_text(self._curve(TALLEST_CURVE, ascii_only=True) + "\n")
+            except OSError as error:  # the run is over and saved
+                self.note(f"{self.run_dir / CURVE_FILE} was not written: {error.strerror}")
             if not self.quiet:
                 self.note(f"\n{self._title()}\n{chart}")
         for name, points in (summary.get("eval") or self._history.evaluations).items():
@@ -244,15 +254,18 @@ class Console:
         return rows
 
     def _progress_line(self) -> str:
-        step = self._history.step
+        history = self._history
         elapsed = f"elapsed {clock(time.monotonic() - self._began)}"
-        if not self.max_steps:
-            return f"step {step}   {elapsed}"
-        filled = round(24 * min(step / self.max_steps, 1.0))
+        done = history.done(self.max_steps, self._num_epochs)
+        if done is None:
+            return f"step {history.step}   {elapsed}"
+        filled = round(24 * done)
         bar = "#" * filled + "-" * (24 - filled)
-        left = self._history.time_left_s(self.max_steps)
+        left = history.time_left_s(self.max_steps, self._num_epochs)
         to_go = f"   left {clock(left)}" if left is not None else ""
-        return f"step {step}/{self.max_steps} [{bar}]   {elapsed}{to_go}"
+        step = f"step {history.step}"
+        step += f"/{self.max_steps}" if self.max_steps else f"  epoch {history.latest['epoch']:.2f}/{self._num_epochs:g}"
+        return f"{step} [{bar}]   {elapsed}{to_go}"
 
 
 def evaluation_line(name: str, points: Mapping[str, Mapping[str, Any]]) -> str:

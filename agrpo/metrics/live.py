@@ -66,11 +66,21 @@ class Glance:
         if len(self.rewards) > MOST_POINTS:
             self.rewards, self._every = self.rewards[::2], self._every * 2
 
-    def time_left_s(self, max_steps: int | None) -> float | None:
-        """Steps to go times the mean time of the recent ones; None while unknown."""
-        if not max_steps or self.step is None or not self._durations:
+    def done(self, max_steps: int | None, num_epochs: float | None = None) -> float | None:
+        """The share of the run that is done, by steps, else by epochs; None while unknown."""
+        if self.step is not None and max_steps:
+            return min(self.step / max_steps, 1.0)
+        epoch = self.latest.get("epoch")
+        return min(epoch / num_epochs, 1.0) if num_epochs and epoch is not None else None
+
+    def time_left_s(self, max_steps: int | None, num_epochs: float | None = None) -> float | None:
+        """Steps to go times the mean time of the recent ones; None while unknown. Of epochs, the steps to go are as many
+        for each prompt as so far."""
+        done = self.done(max_steps, num_epochs)
+        if not done or not self._durations:
             return None
-        return max(max_steps - self.step, 0) * sum(self._durations) / len(self._durations)
+        total = max_steps or self.step / done
+        return max(total - self.step, 0) * sum(self._durations) / len(self._durations)
 
 
 def sides(latest: Record) -> list[tuple[str, ...]]:

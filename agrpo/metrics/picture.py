@@ -42,7 +42,8 @@ def draw_end(run_dir: Path, path: Path) -> None:
 def _console(run_dir: Path, records: list[dict[str, Any]]) -> Console:
     config = yaml.safe_load((run_dir / "config.yaml").read_text())
     output = RichConsole(file=io.StringIO(), record=True, width=WIDTH, height=HEIGHT, force_terminal=True)
-    console = Console(run_dir, max_steps=config["run"]["max_steps"], output=output)
+    run = config["run"]
+    console = Console(run_dir, max_steps=run["max_steps"], num_epochs=run.get("num_train_epochs"), output=output)
     for record in records:
         console.step(record)
     console._began = time.monotonic() - sum(record.get("perf/step_s", 0.0) for record in records)

@@ -14,7 +14,7 @@ from agrpo.config.checkpoint_folder import resumed
 from agrpo.data.rows import gives_prompts
 from agrpo.errors import AgrpoError, ContractError, ServerError, StallError
 from agrpo.ledger import Intervals, Ledger
-from agrpo.lifecycle import Life, Runtime, tell_wire_port
+from agrpo.lifecycle import Life, Runtime, tell_exported, tell_wire_port
 from agrpo.metrics.sinks import open_sinks
 from agrpo.metrics.summary import write_summary
 from agrpo.model import checkpoint as checkpoints
@@ -288,6 +288,8 @@ class TrainRun:
             self.life.beat("exporting the model")
             dtype = checkpoints.export_dtype(self.config.model)
             checkpoints.export(self.model, self.tokenizer, self.run_dir / "model", dtype)
+            if self.ranks.is_first:
+                tell_exported(self.run_dir, self.progress.step)
             if self.uploads.is_due_at_end and self.ranks.is_first:
                 self.uploads.start(self.run_dir / "model", self.config.checkpoint.hub.commit_message, self.life.beat)
             self._evaluate()

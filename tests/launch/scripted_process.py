@@ -30,7 +30,8 @@ def train(run_dir: Path, life: Life, num_steps: int) -> None:
             life.done["steps"] += 1
             life.beat("training", step=step)
             time.sleep(0.1)
-            metrics.write(json.dumps({"step": step, "reward": step / 10, "loss": 0.0}) + "\n")
+            record = {"step": step, "reward": step / 10, "loss": 0.0, "frac_reward_zero_std": 0.9}
+            metrics.write(json.dumps(record) + "\n")
             metrics.flush()
     life.beat("saving a checkpoint")
     (run_dir / "checkpoints" / f"step-{step}").mkdir(parents=True, exist_ok=True)

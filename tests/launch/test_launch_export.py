@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 
@@ -10,7 +11,8 @@ import torch
 
 from agrpo.config import Devices, check, compose, save
 from agrpo.errors import AgrpoError, ConfigError
-from agrpo.launch.export import export
+from agrpo.launch.export import export, source_of
+from agrpo.lifecycle import tell_exported
 from agrpo.model import checkpoint as checkpoints
 from agrpo.model.load import load_model
 from tests.hub_server import Hub
@@ -106,6 +108,21 @@ def test_what_cannot_be_exported_is_said_in_one_line(full, tmp_path):
     (empty / "config.yaml").write_text((run_dir / "config.yaml").read_text())
     with pytest.raises(ConfigError, match="neither a folder model nor a checkpoint"):
         export(empty, None, None, None)
+
+
+def test_a_run_that_was_continued_gives_its_newest_model(full, tmp_path):
+    """Its folder `model` is of the step at which it first ended."""
+    run = tmp_path / "run"
+    shutil.copytree(full[0], run)
+    (run / "model").mkdir()
+    (run / "model" / "config.json").write_text("{}")
+    assert source_of(run).name == "end"  # of a run that does not say
+    for exported, name in ((3, "step-000007"), (7, "end"), (10, "end")):
+        tell_exported(run, exported)
+        assert source_of(run).name == name
+    (run / "checkpoints" / "step-000007.mine").mkdir()
+    shutil.copytree(run / "checkpoints" / "step-000007", run / "checkpoints" / "step-1000000")
+    assert source_of(run).name == "step-1000000"
 
 
 def test_every_file_is_uploaded_and_a_refused_upload_leaves_the_folder(full, tmp_path):

@@ -1,11 +1,14 @@
 """The supervisor with real processes that follow a script: normal end, every kind of death, signals, no orphan."""
 
+import fcntl
 import json
 import os
+import pty
 import re
 import signal
 import subprocess
 import sys
+import termios
 import time
 from pathlib import Path
 
@@ -26,12 +29,12 @@ LIMIT_S = 15.0
 class Run:
     """A supervisor in a process of its own, and the processes that belong to its run folder."""
 
-    def __init__(self, run_dir: Path, scripts: tuple[str, ...], settings: tuple[str, ...] = ()):
+    def __init__(self, run_dir: Path, scripts: tuple[str, ...], settings: tuple[str, ...] = (), **options):
         self.run_dir = run_dir
         environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
         self.popen = subprocess.Popen(
             [sys.executable, SUPERVISE, str(run_dir), *scripts, *settings],
-            stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment,
+            **{"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, **options}, text=True, env=environment,
         )  # fmt: skip
 
     def await_phase(self, name: str, phase: str) -> int:
@@ -171,7 +174,8 @@ def test_the_last_words_of_a_log(tmp_path, line, words):
 def test_trainers_save_when_another_process_dies(tmp_path):
     run = Run(tmp_path / "run", ENDLESS)
     os.kill(run.await_all()["rollout"], signal.SIGKILL)
-    run.end()
+    _, out, err = run.end()
+    assert "\nno-signal: 90 % of the groups have equal rewards" in out and "no-signal" not in err
     assert list((tmp_path / "run" / "checkpoints").iterdir())
 
 
@@ -187,9 +191,11 @@ def test_kill_of_the_supervisor_leaves_no_process(tmp_path):
 
 
 def test_an_error_of_user_code_keeps_its_exit_code_and_text(tmp_path):
-    code, _, err = Run(tmp_path / "run", ("healthy", "train_on", "train_on", "contract")).end()
+    folder = tmp_path / "run"
+    code, _, err = Run(folder, ("healthy", "train_on", "train_on", "contract")).end()
     assert code == 5
     assert "rollout ended with exit code 5: reward pkg.mod.length returned 7 values for 8 completions" in err
+    assert (folder / "failure.txt").read_text() == err
 
 
 def test_a_hanging_trainer_is_killed(tmp_path):
@@ -243,9 +249,14 @@ def test_a_process_that_was_stopped_is_named_with_what_lets_it_go_on(tmp_path):
 
 
 def test_a_server_that_never_gets_healthy(tmp_path):
-    code, _, err = Run(tmp_path / "run", ("unhealthy", *GOOD[1:]), ("server.timeout=1.5",)).end()
+    folder = tmp_path / "run"
+    folder.mkdir()
+    for left in ("summary.json", "failure.txt"):  # by a run that is continued
+        (folder / left).write_text("{}")
+    code, _, err = Run(folder, ("unhealthy", *GOOD[1:]), ("server.timeout=1.5",)).end()
     assert code == 4
     assert "not healthy after 1.5 s (HTTP 503)" in err and "server.timeout" in err
+    assert (folder / "failure.txt").read_text() == err and not (folder / "summary.json").exists()
 
 
 def test_first_signal_saves_and_ends_cleanly(tmp_path):
@@ -269,6 +280,41 @@ def test_second_signal_ends_at_once(tmp_path):
     run.popen.send_signal(signal.SIGTERM)
     code, _, _ = run.end()
     assert code == 143 and time.monotonic() - began < 4
+
+
+def test_a_reader_that_goes_away_ends_nothing(tmp_path):
+    """As `| head`, or a `tee` that dies; neither may change how the run ends, nor its exit code."""
+    run = Run(tmp_path / "run", GOOD)
+    run.await_line("run ")
+    run.popen.stdout.close()
+    run.popen.stdout = None
+    code, _, err = run.end()
+    assert code == 0 and json.loads((tmp_path / "run" / "summary.json").read_text())["global_step"] == 10
+    assert err == "warning: nothing more is written to the console: Broken pipe; the run goes on\n"
+
+
+@pytest.mark.parametrize("ignores", [False, True])
+def test_a_lost_terminal_saves_and_ends_the_run_unless_that_is_ignored(tmp_path, ignores):
+    """The last process of a session whose terminal hangs up gets SIGHUP; nohup ignores it."""
+
+    def take_terminal() -> None:
+        fcntl.ioctl(0, termios.TIOCSCTTY, 0)
+        signal.signal(signal.SIGHUP, signal.SIG_IGN if ignores else signal.SIG_DFL)
+
+    ours, theirs = pty.openpty()
+    folder = tmp_path / "run"
+    run = Run(folder, GOOD if ignores else ENDLESS, stdin=theirs, stdout=theirs, start_new_session=True, preexec_fn=take_terminal)
+    os.close(theirs)
+    if ignores:
+        os.read(ours, 1)
+    else:
+        run.await_all()
+    os.close(ours)
+    if not ignores:
+        run.popen.send_signal(signal.SIGHUP)  # a shell passes on its own
+    code, _, err = run.end()
+    assert code == (0 if ignores else 129), err
+    assert (folder / "summary.json").exists() and list((folder / "checkpoints").iterdir())
 
 
 def test_a_folder_has_one_run_at_a_time(tmp_path):

@@ -96,7 +96,7 @@ def test_piped_output_is_one_plain_line_per_phase_and_step(tmp_path):
         console.step(RECORD)
         console.phase("rollout", "playing")
         console.note("server restarted [1/3]")
-        console.failure("the reward accuracy raised ValueError: \u2264 0")
+        console.note("the reward accuracy raised ValueError: \u2264 0")
     run, *lines = file.getvalue().splitlines()
     assert run == f"run {tmp_path}, 60 steps"
     assert [line.split("] ", 1)[1] for line in lines[:3]] == [
@@ -106,13 +106,13 @@ def test_piped_output_is_one_plain_line_per_phase_and_step(tmp_path):
     assert "\x1b" not in file.getvalue()
 
 
-def test_without_the_console_sink_phases_and_failures_are_left(tmp_path):
+def test_without_the_console_sink_phases_and_verdicts_are_left(tmp_path):
     console, file = make_console(tmp_path, terminal=False, shows_steps=False)
     with console:
         console.phase("server", "ready")
         console.step(RECORD)
-        console.failure("gone")
-    assert [line.strip() for line in file.getvalue().splitlines()][2:] == ["gone"]
+        console.fail(["collapse: the entropy is gone"])
+    assert file.getvalue().splitlines()[2:] == ["", "collapse: the entropy is gone", ""]
 
 
 def test_quiet_leaves_the_start_warnings_and_the_end(tmp_path):
@@ -132,6 +132,24 @@ def test_quiet_leaves_the_start_warnings_and_the_end(tmp_path):
         "tokens  12.3k generated = 9.1k trained + 2.4k discarded (zero_std 1.9k, stale 300, timeout 150) + 500 untrained + "
         "321 in flight"
     )
+
+
+def test_a_disk_that_takes_no_more_ends_the_console_and_nothing_else(tmp_path, capsys):
+    (tmp_path / "curve.txt").mkdir()  # where the curve would be written
+    for terminal in (False, True):
+        with open("/dev/full", "w") as full:
+            console = Console(tmp_path, output=RichConsole(file=full, width=80, force_terminal=terminal))
+            with console:
+                for record in make_records(7):
+                    console.step(record)
+                console.completions([ROLLOUT])
+                console.finish({"tokens": TOKENS}, {"model": "/runs/a/model"})
+        said = "warning: nothing more is written to the console: No space left on device; the run goes on\n"
+        assert capsys.readouterr().err == said
+    console, file = make_console(tmp_path, terminal=False)
+    console.finish({}, {"model": "/runs/a/model"}, make_records(7))
+    assert f"{tmp_path}/curve.txt was not written: Is a directory" in file.getvalue()
+    assert file.getvalue().splitlines()[-1] == "model  /runs/a/model"
 
 
 def test_rollouts_follow_their_record_as_a_table_or_as_lines(tmp_path):
@@ -235,6 +253,20 @@ def test_a_long_run_is_kept_in_bounded_space():
     assert len(history.rows) == 5 and MOST_POINTS / 2 <= len(history.rewards) <= MOST_POINTS
     assert history.rewards[0] == (1, 1e-4) and history.rewards[-1][0] > 9_990
     assert history.time_left_s(10_100) == 200 and history.time_left_s(None) is None
+
+
+def test_without_a_number_of_steps_epochs_say_how_much_is_left(tmp_path):
+    console, file = make_console(tmp_path, terminal=True, num_epochs=3.0)
+    with console:
+        console.step({"step": 4, "perf/step_s": 2.0})
+        assert rendered(console).splitlines()[0].split("   ")[0] == "step 4"
+        # 10 steps for half an epoch: 50 more for the other 2.5, of 2 s each.
+        console.step({"step": 10, "epoch": 0.5, "perf/step_s": 2.0})
+        assert "step 10  epoch 0.50/3 [####--------------------]" in rendered(console) and "left 1:40" in rendered(console)
+        console.step({"step": 61, "epoch": 3.02, "perf/step_s": 2.0})
+        assert "[########################]" in rendered(console) and "left 0:00" in rendered(console)
+    assert file.getvalue().startswith(f"run {tmp_path}, 3 epochs")
+    assert Console(tmp_path, max_steps=60, num_epochs=3.0)._num_epochs is None
 
 
 def test_curve_puts_points_where_they_belong():
