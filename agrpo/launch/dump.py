@@ -1,6 +1,7 @@
 """What a stalled run was doing, kept in its folder `stall/` before its processes are ended.
 
-    NAME.stacks.txt     Python stacks of the process's threads (it writes them on SIGUSR1, also while it hangs)
+    NAME.stacks.txt     Python stacks of the process's threads: it writes them on SIGUSR1, also while it hangs; those of
+                        another program, such as vLLM, are read by py-spy where that is installed
     NAME.log.txt        the last lines of its log
     rollout.tasks.txt   where each coroutine of the rollout process waits
     processes.json      every process of the run with its state, threads, memory and last sign of life
@@ -14,7 +15,10 @@ import json
 import os
 import shutil
 import signal
+import subprocess
+import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +27,7 @@ import psutil
 from agrpo.launch.processes import Child, descendants
 
 STACKS_S = 2.0  # for the processes to write their stacks
+READ_S = 20.0  # for the stacks of one program that does not write its own
 NUM_LINES, NUM_RECORDS = 200, 20
 WORKER = "agrpo.scorer.worker"  # runs reward functions
 NUM_ARGUMENTS = 4  # of a command line: later ones may hold a key
@@ -34,16 +39,60 @@ def dump(run_dir: Path, children: list[Child]) -> Path:
     with contextlib.suppress(OSError):
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir()
+    with contextlib.suppress(OSError):
         _write_stacks(state, children)
-        for child in children:
-            tail = child.last_lines(NUM_LINES)
-            (folder / f"{child.name}.log.txt").write_text("\n".join(tail) + "\n")
-        for path in (*state.glob("*.stacks"), *state.glob("*.tasks")):
-            shutil.copyfile(path, folder / f"{path.name}.txt")
-        (folder / "processes.json").write_text(json.dumps([_facts(c) for c in children], indent=1) + "\n")
-        records = (run_dir / "metrics.jsonl").read_text().splitlines(keepends=True)[-NUM_RECORDS:]
-        (folder / "metrics.jsonl").write_text("".join(records))
+    for child in children:
+        _put(folder / f"{child.name}.log.txt", lambda child=child: "\n".join(child.last_lines(NUM_LINES)) + "\n")
+        if not (state / f"{child.name}.stacks").exists():
+            _put(folder / f"{child.name}.stacks.txt", lambda child=child: _read_stacks(child))
+    for path in (*state.glob("*.stacks"), *state.glob("*.tasks")):
+        _put(folder / f"{path.name}.txt", lambda path=path: path.read_text(errors="replace"))
+    _put(folder / "processes.json", lambda: json.dumps([_facts(c) for c in children], indent=1) + "\n")
+    _put(folder / "metrics.jsonl", lambda: "".join(_last_records(run_dir)))
     return folder
+
+
+def _put(path: Path, text: Callable[[], str]) -> None:
+    """One that fails takes no other with it."""
+    with contextlib.suppress(OSError, psutil.Error):
+        path.write_text(text())
+
+
+def _last_records(run_dir: Path) -> list[str]:
+    return (run_dir / "metrics.jsonl").read_text(errors="replace").splitlines(keepends=True)[-NUM_RECORDS:]
+
+
+def _read_stacks(child: Child) -> str:
+    """Of a program that does not write them itself: read from outside, process by process."""
+    if child.code is not None:
+        return f"{child.name} has ended\n"
+    processes = descendants(child)[1:]  # the first is its leash
+    spy = _py_spy(processes)
+    if spy is None:
+        return f"{child.name} does not write its stacks; pip install py-spy, beside agrpo or beside {child.name}, and they are read\n"
+    parts, deadline = [], time.monotonic() + READ_S
+    for process in processes:
+        left = deadline - time.monotonic()
+        if left <= 0:
+            parts.append(f"the other processes were left out after {READ_S:.0f} s\n")
+            break
+        try:
+            # Nonblocking: a process that is stopped to be read stays so where the reader is killed.
+            command = [spy, "dump", "--nonblocking", "--pid", str(process.pid)]
+            found = subprocess.run(command, text=True, capture_output=True, timeout=left, stdin=subprocess.DEVNULL)
+            parts.append(found.stdout or f"process {process.pid}: {found.stderr.strip()}\n")
+        except (OSError, subprocess.TimeoutExpired) as error:
+            parts.append(f"process {process.pid}: {error}\n")
+    return "\n".join(parts)
+
+
+def _py_spy(processes: list[psutil.Process]) -> str | None:
+    """Beside this Python, on the PATH, or beside the Python of one of the processes."""
+    folders = [str(Path(sys.executable).parent), os.environ.get("PATH", "")]
+    for process in processes:
+        with contextlib.suppress(psutil.Error, IndexError):
+            folders.append(str(Path(process.cmdline()[0]).parent))
+    return shutil.which("py-spy", path=os.pathsep.join(folders))
 
 
 def _write_stacks(state: Path, children: list[Child]) -> None:

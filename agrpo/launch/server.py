@@ -18,7 +18,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 from agrpo.launch import diagnosis
-from agrpo.launch.processes import Child, Launch, kill, spawn
+from agrpo.launch.processes import Child, Launch, kill, spawn, stop
+from agrpo.lifecycle import Life
 from agrpo.metrics.console import Console
 
 WINDOW_S = 3600.0  # over which restarts are counted
@@ -53,12 +54,19 @@ class Server:
         self._state = "new"
         self._since = self._told_at = self._looked_at = 0.0
         self._well_at = 0.0  # when it last answered as a healthy one, or was too busy to answer
+        self._lane = ("", 0.0)  # what the timeline says of it now, and since when (seconds since the epoch)
 
     def start(self) -> None:
         if self._launch is None:
             return
         self._console.phase("server", f"starting on {self._launch.devices}, log: {self._run_dir}/logs/server.log")
         self.child = spawn(self._launch, self._run_dir)
+
+    def stop(self, grace_s: float) -> None:
+        """The end of the run."""
+        if self.child is not None:
+            self._turn("")
+            stop([self.child], grace_s)
 
     def await_healthy(self, look_around: Callable[[], None], children: Callable[[], list[Child]]) -> None:
         """At start: poll /health until it answers, at most `server.timeout` seconds (SRV-2); tells its progress.
@@ -184,7 +192,18 @@ class Server:
 
     def _enter(self, state: str) -> None:
         self._state = state
+        self._turn("serving" if state == "healthy" else "restarting" if self._restarts else "starting")
         self._since = self._told_at = self._well_at = time.monotonic()
+
+
+    def _turn(self, what: str) -> None:
+        """Its timeline, where it is a program that keeps none itself."""
+        before, since = self._lane
+        if what == before:
+            return
+        self._lane = (what, time.time())
+        if before and self.child is not None and self.child.beat() is None:
+            Life(self._run_dir, self.child.name).span(before, since, self._lane[1])
 
 
 def last_words(child: Child | None) -> str:

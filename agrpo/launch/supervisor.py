@@ -238,8 +238,7 @@ class Supervisor:
         stop(
             [c for c in (self.rollout, *self.trainers) if c is not None], 0.0
         )  # what they may have left in their groups
-        if self.server.child is not None:
-            stop([self.server.child], SERVER_GRACE_S)
+        self.server.stop(SERVER_GRACE_S)
         return read_summary(self.run_dir)
 
     def written(self, summary: dict[str, Any]) -> dict[str, Path]:
@@ -258,8 +257,7 @@ class Supervisor:
         kill(self.trainers)
         if self.rollout is not None:
             stop([self.rollout], 1.0)
-        if self.server.child is not None:
-            stop([self.server.child], SERVER_GRACE_S)
+        self.server.stop(SERVER_GRACE_S)
 
     def _await_trainers(self) -> None:
         """A few seconds for the step; as long as it takes, within reason, for a checkpoint that is being written."""

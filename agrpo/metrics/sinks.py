@@ -7,7 +7,7 @@ import importlib.util
 import json
 import logging
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -88,12 +88,7 @@ class Jsonl:
 
     def __init__(self, run_dir: Path, resumed_step: int | None = None):
         path = Path(run_dir) / FILE_NAME
-        kept = [r for r in read_records(run_dir) if resumed_step is None or r["step"] <= resumed_step]
-        if path.exists():
-            # A killed process may leave half a line, and steps after the checkpoint are made again.
-            beside = path.with_name(f".{FILE_NAME}")
-            beside.write_text("".join(json.dumps(record) + "\n" for record in kept))
-            beside.replace(path)
+        keep_lines(path, lambda r: "step" in r and (resumed_step is None or r["step"] <= resumed_step))
         self._file = path.open("ab", buffering=0)
         self._pending, self._is_well = b"", True
 
@@ -133,6 +128,17 @@ def read_lines(path: Path) -> Iterator[dict[str, Any]]:
                 continue
             if isinstance(found, dict):
                 yield found
+
+
+def keep_lines(path: Path, keep: Callable[[dict[str, Any]], bool]) -> None:
+    """Leave those lines of a JSONL file, if it is there, that `keep` is true of: what comes after the checkpoint that is
+    resumed is made again. Half a line, which a killed process leaves, goes too."""
+    if not path.exists():
+        return
+    beside = path.with_name(f".{path.name}")
+    with beside.open("w", encoding="utf-8") as file:
+        file.writelines(json.dumps(line, ensure_ascii=False) + "\n" for line in read_lines(path) if keep(line))
+    beside.replace(path)
 
 
 class Guarded:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from pathlib import Path
 from typing import Any
@@ -26,4 +27,8 @@ class Tail:
         complete = [line for line in lines if line.endswith(b"\n")]
         self._position += sum(map(len, complete))
         self.num_rows += len(complete)
-        return [json.loads(line) for line in complete[-most if most else 0 :] if line.strip()]
+        found = []
+        for line in complete[-most if most else 0 :]:
+            with contextlib.suppress(ValueError):  # what a full disk or a killed process left half-written
+                found.append(json.loads(line))
+        return found

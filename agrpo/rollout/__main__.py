@@ -49,7 +49,7 @@ async def run(config: Any, run_dir: Path, life: Life) -> None:
     from agrpo.env.resolve import open_player
     from agrpo.lifecycle import Runtime, told_wire_port
     from agrpo.metrics.window import Window
-    from agrpo.rollout.completions import CompletionLog
+    from agrpo.rollout.completions import CompletionLog, surviving
     from agrpo.rollout.custom import open_custom
     from agrpo.rollout.loop import Policy
 
@@ -91,7 +91,9 @@ async def run(config: Any, run_dir: Path, life: Life) -> None:
             stack.push_async_callback(custom.close)
             await custom.setup(link.start.loop_state)
             player = custom.player(player)
-        completions = CompletionLog(run_dir / "completions.jsonl") if config.logger.log_completions else None
+        completions = None
+        if config.logger.log_completions:
+            completions = CompletionLog(run_dir / "completions.jsonl", surviving(link.start))
         if completions is not None:
             stack.callback(completions.close)
         dump = await asyncio.to_thread(_open_dump, config, tokenizer)

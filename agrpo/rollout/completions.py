@@ -2,19 +2,36 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import logging
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 
+from agrpo.ledger import Intervals
+from agrpo.metrics.sinks import keep_lines
 from agrpo.types import Group
+from agrpo.wire import Start
+
+_log = logging.getLogger(__name__)
 
 
 class CompletionLog:
-    """Appends to one file; lines are whole whenever somebody reads it."""
+    """Appends to one file; lines are whole whenever somebody reads it. A disk that takes no more costs lines, never the run.
 
-    def __init__(self, path: Path):
-        self._file = path.open("a", buffering=1, encoding="utf-8")
+    `keeps`: of which groups an earlier start's lines stay, None for all.
+    """
+
+    def __init__(self, path: Path, keeps: Callable[[int], bool] | None = None):
+        if keeps is not None:
+            try:
+                keep_lines(path, lambda line: keeps(line["group"]))
+            except OSError as error:
+                _log.warning("%s still holds groups that are generated again: %s", path, error)
+        self._path, self._is_well = path, True
+        self._file = path.open("ab", buffering=0)
 
     def write(self, group: Group, advantages: np.ndarray | None, dropped: str | None) -> None:
         """The usable rollouts of a group; `dropped` is why it is not trained, None if it is. `advantages` are None where
@@ -32,7 +49,31 @@ class CompletionLog:
                 "advantage": advantage,
                 "dropped": dropped,
             }
-            self._file.write(json.dumps(line, ensure_ascii=False, default=str) + "\n")
+            text = json.dumps(line, ensure_ascii=False, default=str) + "\n"
+            self._append(text.encode(errors="replace"), group.group_id)
+
+    def _append(self, line: bytes, group_id: int) -> None:
+        size = self._path.stat().st_size if self._path.exists() else 0
+        try:
+            rest = line
+            while rest:
+                rest = rest[self._file.write(rest) :]
+        except OSError as error:
+            with contextlib.suppress(OSError):
+                self._file.truncate(size)  # no half line in front of the next
+            if self._is_well:
+                _log.warning("%s lacks rollouts from group %d on: %s", self._path, group_id, error)
+            self._is_well = False
+        else:
+            self._is_well = True
 
     def close(self) -> None:
         self._file.close()
+
+
+def surviving(start: Start) -> Callable[[int], bool] | None:
+    """Which groups of an earlier start are not generated again; None where the checkpoint's ids are of other data."""
+    if start.step and not start.resolved and not start.ready:
+        return None
+    groups = Intervals([*start.resolved, *((g, g + 1) for g in start.ready)])
+    return groups.__contains__

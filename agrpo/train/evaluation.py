@@ -20,6 +20,7 @@ from typing import Any
 
 from agrpo import wire
 from agrpo.errors import AgrpoError, StallError
+from agrpo.metrics.sinks import keep_lines
 from agrpo.train.ranks import END, IDLE, RESEND, Ranks, Work
 
 SEND, HOLD, WAIT = 0, 1, 2  # what becomes of a sync that is due
@@ -82,6 +83,14 @@ class EvaluationRecord:
         result = {**message.result, "step": step}
         self._append({"name": message.name, **result})
         return result
+
+    def open(self, path: Path, step: int) -> None:
+        """Results are appended to `path`, which loses those of later steps than the one that is resumed; of a fresh start all."""
+        self.path = path
+        try:
+            keep_lines(path, lambda line: 0 < step >= line.get("step", 0))
+        except OSError as error:
+            _log.warning("%s still holds results of the steps after %d: %s", path, step, error)
 
     def _append(self, line: dict[str, Any]) -> None:
         if self.path is None:

@@ -137,7 +137,7 @@ class TrainRun:
         )
         # Also a fresh start: a run killed before its first checkpoint left records of steps that come again.
         self.sinks = open_sinks(config.logger, self.run_dir, progress.step)
-        self.feeder.evaluations.path = self.run_dir / evaluation.FILE_NAME
+        self.feeder.evaluations.open(self.run_dir / evaluation.FILE_NAME, progress.step)
         self.feeder.open(self.runtime.wire_host, self.runtime.wire_port, self.runtime.wire_key, list(progress.ready))
         tell_wire_port(self.run_dir, self.feeder.port)
 

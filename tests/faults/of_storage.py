@@ -15,14 +15,18 @@ from functools import partial
 from pathlib import Path
 
 import torch
+from rich.console import Console as RichConsole
 
 from agrpo import wire
 from agrpo.config import checkpoint_folder
+from agrpo.metrics.console import Console
 from agrpo.model import checkpoint
 from agrpo.model.load import load_model
 from agrpo.model.optim import Updater
+from agrpo.rollout.completions import CompletionLog
 from agrpo.sections import Model, Optimizer, Run
 from agrpo.train.state import restore
+from agrpo.types import Group, Prompt, Rollout
 from tests.faults.table import Fault
 from tests.standins import tiny_qwen3
 
@@ -150,6 +154,24 @@ def child(body: str, stdout: str, folder: Path) -> str:
     return f"exit code {process.returncode}"
 
 
+def completions(folder: Path) -> str:
+    """A scored group whose text cannot be written."""
+    (folder / "completions.jsonl").symlink_to("/dev/full")
+    log = CompletionLog(folder / "completions.jsonl")
+    rollout = Rollout((), [{"role": "assistant", "content": "5"}], rewards={"right": 1.0})
+    log.write(Group(3, Prompt(0, 0, [{"role": "user", "content": "2 + 3"}], {}), (rollout,), 2), None, None)
+    log.close()
+    return "goes on without them"
+
+
+def console(folder: Path) -> str:
+    """What a run prints, to a file on a disk that takes no more."""
+    with open("/dev/full", "w") as full, Console(folder, output=RichConsole(file=full)) as shown:
+        shown.step({"step": 1, "reward": 0.5})
+        shown.finish({}, {"model": folder / "model"})
+    return "goes on unseen"
+
+
 LOGS = "import logging; logging.basicConfig(); [logging.warning('x' * 99) for _ in range(99)]"
 BEATS = "resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0)); life.beat('generating')"
 DAMAGED = "step-000002 is damaged.*run.resume=.*step-000001"
@@ -158,6 +180,8 @@ FAULTS = [
     Fault("checkpoint", "the disk is full", "exit code 4, left: step-000001", full, limit_s=90),
     Fault("logs", "the disk of the logs is full", "exit code 0", partial(child, LOGS, "/dev/full")),
     Fault("logs", "the disk of the run folder is full", "exit code 4", partial(child, BEATS, "/dev/null")),
+    Fault("logs", "the disk of completions.jsonl is full", "goes on without them", completions),
+    Fault("logs", "the disk of the console's output is full", "goes on unseen", console),
     *(Fault("resume", f"{what} cut in half", "exit code 3", partial(resumed, partial(half, pattern)), DAMAGED)
       for what, pattern in (
         ("weights", "shards/*.distcp"), ("ready groups", "ready_groups.bin"), ("state", "rollout_state.json"),

@@ -97,7 +97,8 @@ def main(name: str, run_dir: Path, script: str, port: int) -> int:
         if os.fork() == 0:
             time.sleep(600)
         print("INFO 11-30 06:39:27 [loader.py:7] Loading shards")
-        Life(run_dir, name).beat("serving")
+        if script != "foreign":
+            Life(run_dir, name).beat("serving")
         serve(port, 503 if script == "unhealthy" else 200, script == "labelled", run_dir / "sick")
     bodies = {
         "train": lambda r, life: train(r, life, 10),

@@ -223,7 +223,7 @@ def test_a_rollout_process_that_freezes_while_it_waits_for_the_trainer_is_a_stal
 
 def test_two_that_wait_for_each_other_are_a_stall_with_everything_that_is_known(tmp_path):
     """Everybody beats and nobody works: no process can see it for itself."""
-    scripts = ("healthy", "await_samples", "await_samples", "await_trainer")
+    scripts = ("foreign", "await_samples", "await_samples", "await_trainer")
     code, _, err = Run(tmp_path / "run", scripts, ("rollout.progress_timeout=1.5",)).end()
     assert code == 6
     assert "nothing was achieved for" in err and "rollout.progress_timeout=1.5" in err
@@ -233,9 +233,21 @@ def test_two_that_wait_for_each_other_are_a_stall_with_everything_that_is_known(
     for name in ("trainer0", "trainer1", "rollout"):
         assert "in wait" in (folder / f"{name}.stacks.txt").read_text()
     assert "Loading shards" in (folder / "server.log.txt").read_text()
+    stacks = (folder / "server.stacks.txt").read_text()  # a container may forbid to read them
+    assert any(words in stacks for words in ("serve_forever", "pip install py-spy", "ermission")), stacks
+    lane = [json.loads(line) for line in (tmp_path / "run" / "timeline" / "server.jsonl").read_text().splitlines()]
+    assert [span["what"] for span in lane] == ["starting", "serving"] and lane[0]["end"] == lane[1]["start"]
+    assert 1.0 < lane[1]["end"] - lane[1]["start"] < 60.0
     facts = {f["name"]: f for f in json.loads((folder / "processes.json").read_text())}
     assert facts["rollout"]["sign_of_life"]["phase"] == "waiting for the trainer"
     assert all(p["num_threads"] >= 1 for f in facts.values() for p in f["processes"])
+
+
+def test_what_cannot_be_kept_of_a_stall_takes_nothing_else_with_it(tmp_path):
+    (tmp_path / "state" / "rollout.tasks").mkdir(parents=True)
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n')
+    folder = dump.dump(tmp_path, [])
+    assert sorted(p.name for p in folder.iterdir()) == ["metrics.jsonl", "processes.json"]
 
 
 def test_a_process_that_was_stopped_is_named_with_what_lets_it_go_on(tmp_path):

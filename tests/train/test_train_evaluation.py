@@ -18,6 +18,15 @@ from tests.train.test_train_feeder import RolloutEnd, make_feeder, make_group, n
 RESULT = {"reward": 0.5, "version": 1}
 
 
+def test_results_of_steps_that_are_made_again_leave_the_file(tmp_path):
+    path = tmp_path / evaluation.FILE_NAME
+    record = evaluation.EvaluationRecord(lambda message: None)
+    for resumed, left in ((6, [0, 3, 6]), (5, [0, 3]), (0, [])):
+        path.write_text("".join(json.dumps({"name": "held", "step": step}) + "\n" for step in (0, 3, 6, 9)) + '{"na')
+        record.open(path, resumed)
+        assert [json.loads(line)["step"] for line in path.read_text().splitlines()] == left
+
+
 class Servers:
     """The trainer's side of the servers: what they hold, and whether one was started again."""
 
