@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 import importlib.util
 import json
@@ -14,6 +15,7 @@ from typing import Any, Protocol
 import yaml
 
 from agrpo.errors import ConfigError
+from agrpo.metrics.background import Background
 
 log = logging.getLogger(__name__)
 
@@ -34,17 +36,16 @@ class Sink(Protocol):
 def open_sinks(section: Any, run_dir: Path, resumed_step: int | None = None) -> list[Sink]:
     """The sinks of a `logger` section; records after `resumed_step` are removed from the file, they come again.
 
-    A sink other than the file may fail: it is warned about once and left out, and the run goes on.
+    A sink other than the file may fail or hang: it is warned about and left out, and the run goes on.
     """
     sinks: list[Sink] = [Jsonl(run_dir, resumed_step)]
     for name in _chosen(section):
-        try:
-            sinks.append(Guarded(name, _sink_class(name)(section, run_dir, _options(section, name))))
-        except ConfigError:
-            raise
-        except Exception as error:
-            log.warning("logger %s is off: %s: %s", name, type(error).__name__, error)
+        sinks.append(Background(name, functools.partial(_open, name, section, run_dir)))
     return sinks
+
+
+def _open(name: str, section: Any, run_dir: Path) -> Sink:
+    return _sink_class(name)(section, run_dir, _options(section, name))
 
 
 def problems(section: Any) -> list[str]:
@@ -139,30 +140,6 @@ def keep_lines(path: Path, keep: Callable[[dict[str, Any]], bool]) -> None:
     with beside.open("w", encoding="utf-8") as file:
         file.writelines(json.dumps(line, ensure_ascii=False) + "\n" for line in read_lines(path) if keep(line))
     beside.replace(path)
-
-
-class Guarded:
-    """A sink that may fail: the first failure is a warning and the end of this sink, never of the run."""
-
-    def __init__(self, name: str, sink: Sink):
-        self.name, self._sink = name, sink
-        self._is_open = True
-
-    def write(self, step: int, record: Record) -> None:
-        if not self._is_open:
-            return
-        try:
-            self._sink.write(step, record)
-        except Exception as error:
-            self._is_open = False
-            log.warning("logger %s is off from step %d: %s: %s", self.name, step, type(error).__name__, error)
-
-    def close(self) -> None:
-        try:
-            self._sink.close()
-        except Exception as error:
-            if self._is_open:  # else it has had its warning
-                log.warning("logger %s could not be closed: %s: %s", self.name, type(error).__name__, error)
 
 
 class Tensorboard:

@@ -9,12 +9,15 @@ import os
 import subprocess
 import sys
 import textwrap
+import threading
+import time
 import types
 from pathlib import Path
 
 import pytest
 
 from agrpo.errors import ConfigError
+from agrpo.metrics.background import Background
 from agrpo.metrics.sinks import open_sinks, problems, read_lines, read_records
 from agrpo.metrics.summary import read_summary, write_summary
 
@@ -92,6 +95,58 @@ def test_failing_sink_is_a_warning_and_the_file_goes_on(tmp_path, caplog):
     texts = [r.getMessage() for r in caplog.records]
     assert len(texts) == 2 and "Missing is off: AttributeError" in texts[0]
     assert texts[1] == "logger test_metrics_sinks.Recorder is off from step 2: OSError: no space"
+
+
+class Stuck:
+    """A service that takes nothing until it is told to."""
+
+    def __init__(self):
+        self.goes_on, self.steps, self.threads = threading.Event(), [], set()
+
+    def write(self, step, record):
+        self.threads.add(threading.current_thread())
+        self.goes_on.wait(30)
+        self.steps.append(step)
+
+    def close(self):
+        self.steps.append("closed")
+
+
+@pytest.mark.parametrize("recovers", [True, False])
+def test_a_sink_that_hangs_costs_records_of_its_own_and_never_a_step(caplog, recovers):
+    stuck = Stuck()
+    sink = Background("slow", lambda: stuck, close_s=10.0 if recovers else 0.2, most_waiting=5)
+    began = time.monotonic()
+    sink.write(1, {})
+    while not stuck.threads:  # it has the first
+        assert time.monotonic() < began + 10
+        time.sleep(0.01)
+    for step in range(2, 12):
+        sink.write(step, {})
+    if recovers:
+        stuck.goes_on.set()
+    sink.close()
+    assert time.monotonic() - began < 10
+    texts = [r.getMessage() for r in caplog.records]
+    assert texts[0] == "logger slow does not keep up: 5 records wait, and from step 7 on some are left out"
+    assert texts[-1] == "logger slow lacks 5 records"
+    if recovers:
+        assert stuck.steps == [1, 2, 3, 4, 5, 6, "closed"] and len(texts) == 2
+    else:
+        assert texts[1] == "logger slow did not end within 0.2 s; its last records may be missing" and len(texts) == 3
+    stuck.goes_on.set()
+    assert threading.current_thread() not in stuck.threads
+
+
+def test_a_service_that_does_not_answer_at_the_start_is_not_waited_for_long(caplog):
+    answers, stuck = threading.Event(), Stuck()
+    stuck.goes_on.set()
+    sink = Background("late", lambda: answers.wait(30) and stuck, start_s=0.1)
+    sink.write(1, {})
+    assert [r.getMessage() for r in caplog.records] == ["logger late has not begun after 0.1 s; training goes on meanwhile"]
+    answers.set()
+    sink.close()
+    assert stuck.steps == [1, "closed"]
 
 
 def test_unknown_sink_is_refused_with_the_allowed_ones(tmp_path):
