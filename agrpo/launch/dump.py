@@ -80,10 +80,11 @@ def _read_stacks(child: Child) -> str:
             # Nonblocking: a process that is stopped to be read stays so where the reader is killed.
             command = [spy, "dump", "--nonblocking", "--pid", str(process.pid)]
             found = subprocess.run(command, text=True, capture_output=True, timeout=left, stdin=subprocess.DEVNULL)
-            parts.append(found.stdout or f"process {process.pid}: {found.stderr.strip()}\n")
+            _, _, stacks = found.stdout.partition("\n")  # the first line is the whole command line, which may hold a key
+            parts.append(f"process {process.pid}: {stacks or found.stderr.strip()}\n")
         except (OSError, subprocess.TimeoutExpired) as error:
             parts.append(f"process {process.pid}: {error}\n")
-    return "\n".join(parts)
+    return "".join(parts)
 
 
 def _py_spy(processes: list[psutil.Process]) -> str | None:

@@ -137,7 +137,7 @@ def keep_lines(path: Path, keep: Callable[[dict[str, Any]], bool]) -> None:
     if not path.exists():
         return
     beside = path.with_name(f".{path.name}")
-    with beside.open("w", encoding="utf-8") as file:
+    with beside.open("w", encoding="utf-8", errors="replace") as file:
         file.writelines(json.dumps(line, ensure_ascii=False) + "\n" for line in read_lines(path) if keep(line))
     beside.replace(path)
 
