@@ -21,15 +21,14 @@ _log = logging.getLogger(__name__)
 class CompletionLog:
     """Appends to one file; lines are whole whenever somebody reads it. A disk that takes no more costs lines, never the run.
 
-    `keeps`: of which groups an earlier start's lines stay, None for all.
+    `keeps`: of which groups an earlier start's lines stay.
     """
 
-    def __init__(self, path: Path, keeps: Callable[[int], bool] | None = None):
-        if keeps is not None:
-            try:
-                keep_lines(path, lambda line: keeps(line["group"]))
-            except OSError as error:
-                _log.warning("%s still holds groups that are generated again: %s", path, error)
+    def __init__(self, path: Path, keeps: Callable[[int], bool] = lambda group_id: True):
+        try:
+            keep_lines(path, lambda line: keeps(line["group"]))
+        except OSError as error:
+            _log.warning("%s still holds groups that are generated again: %s", path, error)
         self._path, self._is_well = path, True
         self._file = path.open("ab", buffering=0)
 
@@ -71,9 +70,8 @@ class CompletionLog:
         self._file.close()
 
 
-def surviving(start: Start) -> Callable[[int], bool] | None:
-    """Which groups of an earlier start are not generated again; None where the checkpoint's ids are of other data."""
+def surviving(start: Start) -> Callable[[int], bool]:
+    """Which groups of an earlier start are not generated again; all, where the checkpoint's numbers are of other data."""
     if start.step and not start.resolved and not start.ready:
-        return None
-    groups = Intervals([*start.resolved, *((g, g + 1) for g in start.ready)])
-    return groups.__contains__
+        return lambda group_id: True
+    return Intervals([*start.resolved, *((g, g + 1) for g in start.ready)]).__contains__
