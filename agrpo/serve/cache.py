@@ -107,9 +107,10 @@ class Cache:
         request.pool.remove(request)
 
     def _grow(self, pool: Pool) -> bool:
-        """Double a pool, or add what the budget leaves; the free slots of other pools are given back first."""
+        """Add an eighth to a pool, or what the budget leaves; the free slots of other pools are given back first."""
         others = sum(p.num_slots * p.capacity for p in self.pools if p is not pool)
-        wanted = max(8, 2 * pool.num_slots)
+        # Small steps: one burst of requests in a long run must not take twice the memory from then on.
+        wanted = pool.num_slots + max(8, pool.num_slots // 8)
         if others + wanted * pool.capacity > self.num_tokens:
             others = self._shrink(pool)
         affordable = (self.num_tokens - others) // pool.capacity
