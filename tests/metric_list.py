@@ -1,7 +1,8 @@
 """The metrics that a run must log, independent of the code's own table: name, unit, who measures it, reduction, when.
 
 `when` is what a run needs for the metric: empty = every run that took a step; else a kind of run, or `event` for what
-is logged only once something happens (LOG-5). `gpu` and `moe` are of hardware and models that no test here has.
+is logged only once something happens (LOG-5). `event` and `gpu` are caused part by part in tests/metrics/test_metrics_events.py, `moe` is
+logged by a step in tests/model/test_model_moe.py; the other kinds by whole runs.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from agrpo.metrics.names import declared
 
 REQUIRED = """
 num_tokens | tokens | T | last
+epoch | passes | T | last
 completions/mean_length | tokens | W | ratio
 completions/min_length | tokens | W | min
 completions/max_length | tokens | W | max
@@ -147,6 +149,9 @@ WHEN = {
     "centering": ("sampling/sampler_mass",),
     "tail": ("sampling/tail_scale_mean",),
     "eval": ("eval/{name}/reward", "eval/{name}/version", "eval/{name}/duration_s"),
+    "terminated": (
+        "completions/mean_terminated_length", "completions/min_terminated_length", "completions/max_terminated_length",
+    ),
     "accept": ("group/accepted_count",),
     "tools": (
         "tools/call_frequency", "tools/failure_frequency", "tools/latency_s", "tools/{tool}/latency_s", "tools/{tool}/call_count",
@@ -155,12 +160,10 @@ WHEN = {
     ),
     "environment": ("env/reset_s", "env/reward_s"),
     "event": (
-        "completions/mean_terminated_length", "completions/min_terminated_length", "completions/max_terminated_length",
         "reward_dropped", "rollout/vllm_retry_count", "rollout/failed_{reason}_count", "rollout/skipped_prompt_count",
         "tools/unknown_name_count", "sample/dropped_stale_count", "batch/dropped_oversize_count", "group/rejected_count",
         "group/accepted_count", "tokens/discarded/{reason}", "rollout/backpressure_s", "rollout/vllm_kv_cache_usage_frac",
         "rollout/vllm_running_requests", "rollout/vllm_queued_requests", "rollout/vllm_preemption_count",
-        "clip_ratio/low_min", "clip_ratio/high_max",
     ),
 }  # fmt: skip
 
@@ -180,6 +183,12 @@ def absent(records: list[dict], *kinds: str) -> list[str]:
     """Required metrics that a run of these kinds did not log."""
     logged = {declared(name).name for record in records for name in record if declared(name) is not None}
     return [name for name in required() if name not in logged and (not when(name) or when(name) & set(kinds))]
+
+
+def unlogged(records: list[dict], kind: str) -> list[str]:
+    """Metrics of this kind that none of the records has."""
+    logged = {declared(name).name for record in records for name in record if declared(name) is not None}
+    return [name for name in WHEN[kind] if name not in logged]
 
 
 def outside(records: list[dict]) -> list[tuple[int, str, object]]:

@@ -41,7 +41,7 @@ def finished(tmp_path_factory):
 
 def test_every_metric_is_there_with_values_of_its_unit(finished):
     records = records_of(finished[0])
-    kinds = ("tools", "environment", "accept", "eval", "centering", "tail")
+    kinds = ("tools", "environment", "accept", "eval", "centering", "tail", "terminated")
     assert metric_list.absent(records, *kinds) == [] and metric_list.outside(records) == []
     names = {name for record in records for name in record}
     assert {"rewards/odd/mean", "rewards/IncrementEnv/mean", "rewards/ProductEnv/mean"} <= names
