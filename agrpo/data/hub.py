@@ -7,22 +7,19 @@ from __future__ import annotations
 
 import functools
 import importlib.util
-import json
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
+from agrpo.data.fingerprint import content_digest
 from agrpo.data.rows import digest, gives_prompts, no_prompt_column, prompt_fault, refuse
 from agrpo.errors import ConfigError
 from agrpo.schema import setting
 
 INSTALL = 'pip install "agrpo[hub]"'
 BUILDERS = {".jsonl": "json", ".json": "json", ".parquet": "parquet", ".csv": "csv", ".arrow": "arrow"}
-FINGERPRINT_ROWS = 512
 CHECK_BATCH_ROWS = 1024
 
 
@@ -116,13 +113,11 @@ class Hub:
 
 
 class HubRows:
-    """A map-style data set; its fingerprint hashes the length and evenly spaced rows, not the library's cache state."""
+    """A map-style data set; its fingerprint is of every value, whatever file format or cache the library read them from."""
 
     def __init__(self, dataset: Any):
         self._dataset = dataset
-        picked = np.unique(np.linspace(0, len(dataset) - 1, min(len(dataset), FINGERPRINT_ROWS)).astype(int))
-        rows = [json.dumps(self[int(i)], sort_keys=True, default=str).encode() for i in picked]
-        self.fingerprint = f"{len(dataset)}-{digest(*rows)}"
+        self.fingerprint = f"{len(dataset)}-{content_digest(dataset)}"
 
     def __len__(self) -> int:
         return len(self._dataset)

@@ -98,7 +98,7 @@ def gives_prompts(config: Any) -> bool:
     return getattr(config.env, "factory", None) is not None or config.rollout.workflow is not None
 
 
-def digest(*parts: bytes) -> str:
+def digest(*parts: bytes | memoryview) -> str:
     hasher = hashlib.blake2b(digest_size=8)
     for part in parts:
         hasher.update(len(part).to_bytes(8, "little"))

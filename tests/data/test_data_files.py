@@ -8,6 +8,7 @@ from types import SimpleNamespace as Bag
 
 import pytest
 
+from agrpo.data.fingerprint import content_digest
 from agrpo.data.hub import Hub
 from agrpo.data.jsonl import Jsonl
 from agrpo.errors import ConfigError
@@ -157,6 +158,27 @@ def test_datasets_reads_files_folders_and_saved_sets(tmp_path):
     assert len(Hub(path=str(saved), split="test").open()) == 2
     stream = Hub(path=path, streaming=True).open()
     assert [row["answer"] for row in stream] == [row["answer"] for row in rows] and not hasattr(stream, "__len__")
+
+
+@needs_datasets
+def test_the_fingerprint_is_of_every_value_and_of_nothing_else(tmp_path):
+    import datasets
+
+    def table(**changes):
+        rows = [{"prompt": [{"role": "user", "content": str(i)}], "answer": i, "hint": None if i % 3 else [0.5, i]} for i in range(2503)]
+        rows[1734].update(changes)
+        return datasets.Dataset.from_list(rows)
+
+    plain = table()
+    assert content_digest(plain) == content_digest(table())
+    in_pieces = datasets.concatenate_datasets([plain.select(range(701)), plain.select(range(701, 2503))])
+    assert content_digest(in_pieces.select_columns(["hint", "answer", "prompt"])) == content_digest(plain)
+    as_saved = in_pieces.cast_column("answer", datasets.Value("int16"))
+    assert content_digest(as_saved) == content_digest(plain)
+    others = [{"answer": 7}, {"answer": None}, {"hint": None}, {"hint": []}, {"hint": [0.5, 7.0]}]
+    others += [{"prompt": [{"role": "user", "content": text}]} for text in ("1733", "", None)]
+    found = [content_digest(table(**change)) for change in others]
+    assert len({content_digest(plain), content_digest(plain.select(range(2502))), *found}) == len(others) + 2
 
 
 @needs_datasets
