@@ -29,7 +29,8 @@ class Fault:
     run: Callable[[Path], str | None]
     says: str = ""
     limit_s: float = 30.0
-    is_whole: bool = False  # a whole run; only a few of them are in the default suite
+    is_whole: bool = False  # a whole run
+    is_in_suite: bool = False  # a whole run that `pytest` injects too
 
     @property
     def name(self) -> str:

@@ -5,7 +5,7 @@ import pytest
 from tests.faults import all as suite
 from tests.faults.table import inject
 
-FAULTS = [fault for fault in suite.FAULTS if not fault.is_whole]
+FAULTS = [fault for fault in suite.FAULTS if fault.is_in_suite or not fault.is_whole]
 
 
 @pytest.fixture(scope="module", autouse=True)
