@@ -134,7 +134,7 @@ def read_lines(path: Path) -> Iterator[dict[str, Any]]:
 def keep_lines(path: Path, keep: Callable[[dict[str, Any]], bool]) -> None:
     """Leave those lines of a JSONL file, if it is there, that `keep` is true of: what comes after the checkpoint that is
     resumed is made again. Half a line, which a killed process leaves, goes too."""
-    if not path.exists():
+    if not path.is_file():  # nor is a link to /dev/null one, or to another device
         return
     beside = path.with_name(f".{path.name}")
     with beside.open("w", encoding="utf-8", errors="replace") as file:
