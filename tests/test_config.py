@@ -1,6 +1,9 @@
 """Composition, reading and the rules: every YAML has its class's keys, every fault is one line."""
 
 import dataclasses
+import importlib.util
+import re
+import shlex
 from pathlib import Path
 
 import pytest
@@ -11,7 +14,7 @@ from agrpo.config.build import GROUPS, locate, read_section
 from agrpo.config.checkpoint_folder import start_of
 from agrpo.config.choices import conf_dir, options
 from agrpo.config.devices import Devices, Gpu, _visible
-from agrpo.config.hints import KEYS, REASONS, answer
+from agrpo.config.hints import KEYS, REASONS, VALUES, answer, suggestion
 from agrpo.config.model_shape import shape_of
 from agrpo.errors import ConfigError
 from agrpo.schema import setting
@@ -277,16 +280,125 @@ def test_options_without_a_key_are_answered_with_the_reason(name):
 
 
 def test_every_hint_leads_to_a_key_that_exists():
-    tree = compose([*SMALL, "server=external", "loss=grpo"])
+    trees = [compose([*SMALL, "server=external", "loss=grpo"])]
+    trees += [compose([*SMALL, "server=vllm", f"loss={name}"]) for name in ("tis", "decoupled")]
     for name, here in KEYS.items():
         if here.startswith(("the group ", "loss=")):
             continue
-        node = tree
-        for part in here.split(" ")[0].split("=")[0].split("."):
-            assert part in node, (name, here)
-            node = node[part]
+        assert any(_has(tree, here.split(" ")[0]) for tree in trees), (name, here)
     assert answer("no_such_option") is None
     assert not {n for names, _ in REASONS for n in names.split()} & set(KEYS)
+    assert set(VALUES) <= set(KEYS)
+
+
+def _has(tree: dict, key: str) -> bool:
+    for part in key.split("."):
+        if part not in tree:
+            return False
+        tree = tree[part]
+    return True
+
+
+# What users of the other systems write, beside what the table of values names. Placeholders of an answer are filled in.
+PLAUSIBLE = {
+    "dtype": "bfloat16", "torch_dtype": "bfloat16", "optim": "adamw_torch", "optimizers": "sgd", "save_strategy": "epoch",
+    "lr_scheduler_type": "cosine", "log_level": "info", "hub_strategy": "end", "fsdp": "full_shard auto_wrap",
+    "attn_implementation": "flash_attention_2", "attn_impl": "kernels-community/vllm-flash-attn3",
+    "vllm_server_base_url": "http://node7:8000", "vllm_server_host": "0.0.0.0", "vllm_server_port": 8001,
+    "reward_funcs": ["agrpo.scorer.rewards.accuracy_reward"], "reward_fn": "agrpo.scorer.rewards.boxed_match",
+    "resume_from_checkpoint": True, "dataset_name": "owner/some-data", "train_files": "owner/other-data", "report_to": "wandb",
+    "trainer.logger": ["console", "tensorboard"], "epsilon_high": 0.28, "eps_clip_higher": 0.28, "clip_ratio_high": 0.28,
+    "vllm_importance_sampling_clip_max": 3.0, "vllm_importance_sampling_clip_min": 0.1, "vllm_importance_sampling_cap": 3.0,
+    "clip_ratio": 0.1, "clip_ratio_low": 0.1, "epsilon": 0.1, "eps_clip": 0.1, "min_p": 0, "top_p": 1.0, "top_k": -1,
+    "temperature": 0.7, "adam_beta1": 0.8, "adam_beta2": 0.98, "beta1": 0.8, "beta2": 0.98, "lora_dropout": 0.05,
+    "warmup_ratio": 0.1, "warmup_steps_proportion": 0.1, "hub_model_id": "owner/name", "gpu_memory_utilization": 0.6,
+    "lora_target_modules": ["q_proj", "v_proj"], "target_modules": "all-linear", "tensor_model_parallel_size": 1,
+    "callbacks": "agrpo.scorer.rewards.text_of", "nnodes": 1, "n_nodes": 1,
+    "token_budget": 8192, "max_tokens_per_mb": 8192, "ppo_max_token_len_per_gpu": 8192, "num_processes": 1,
+    "min_usable_group_size": 2, "loss_agg_mode": "seq-mean-token-mean", "overlong_penalty_factor": 0.5,
+}  # fmt: skip
+FILLED = {"OWNER/NAME": "owner/name", "NUMBER": "1000", "FOLDER": "/tmp/agrpo-test-never-made"}
+NEEDS_MORE = {  # what the answer says to do is code, a file or a folder that this test has not
+    "loop_cls", "workflow", "should_accept_fn", "environment_factory", "model_init_kwargs", "resume_mode", "trial", "tools",
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def defaults():
+    """The default of every key, as the value that a user of another system may give."""
+    return [compose([*SMALL, "server=external", "loss=grpo"])]
+
+
+def _values_of(name: str, here: str, tree: dict) -> list:
+    flags = {"true": True, "false": False}
+    listed = [flags.get(v, v) for v in VALUES.get(name, {}) if v != "*"]
+    if name in PLAUSIBLE:
+        return [*listed, PLAUSIBLE[name]]
+    if not listed and re.fullmatch(r"[\w.]+", here) and _has(tree, here):
+        for part in here.split("."):
+            tree = tree[part]
+        return [3 if tree is None and name.startswith(("max", "num", "save", "total", "overlong")) else tree]
+    return listed or [3]
+
+
+def test_what_a_hint_says_to_type_is_accepted(defaults):
+    alone, together = [], [{}]
+    for name, here in KEYS.items():
+        for value in [] if name in NEEDS_MORE else _values_of(name, here, defaults[0]):
+            said = suggestion(name, value)
+            if said == here or value is None or ("fa3" in said and not importlib.util.find_spec("kernels")):
+                continue
+            for placeholder, filled in FILLED.items():
+                said = said.replace(placeholder, filled)
+            words = dict(word.split("=", 1) for word in shlex.split(said))
+            if all("." in key for key in words):
+                # Composing takes time: answers to different keys are typed on one command line.
+                batch = next((b for b in together if not set(b) & set(words)), None)
+                together += [batch := {}] if batch is None else []
+                batch.update(words)
+            else:
+                alone.append(words)
+    assert len(alone) > 25 and sum(map(len, together)) > 80
+    for words in [*together, *{tuple(w.items()): w for w in alone}.values()]:
+        typed = [f"{key}={value}" for key, value in words.items()]
+        try:
+            check(compose([*SMALL, "run.max_steps=1000", "packer.token_budget=8192", *typed]), GPUS)
+        except ConfigError as error:
+            raise AssertionError(f"{' '.join(typed)}: {error.problems}") from None
+
+
+@pytest.mark.parametrize(
+    ("typed", "line"),
+    [
+        ("actor.eps_clip=0.1", "actor.eps_clip is not a key of agrpo; use loss.epsilon=0.1"),
+        ("actor.optimizer.lr=1e-5", "actor.optimizer.lr is not a key of agrpo; use optimizer.learning_rate=1e-05"),
+        ("gconfig.n_samples=4", "gconfig.n_samples is not a key of agrpo; use rollout.group_size=4"),
+        ("actor.adv_norm.mean_level=batch", "actor.adv_norm is not a key of agrpo; use advantage.token_norm (batch, group"),
+        ("actor.path=owner/model", "actor.path is not a key of agrpo; use model.path=owner/model"),
+        ("rollout.consumer_batch_size=32", "rollout.consumer_batch_size has no key in agrpo: it has no effect under a token"),
+        ("allocation_mode=vllm:d4+fsdp:d4", "allocation_mode has no key in agrpo: every visible GPU is used"),
+        ("critic.path=x", "critic has no key in agrpo: there is no critic"),
+        ("delta=3", "delta is not a key of agrpo; use loss=grpo loss.dual_clip=3"),
+        ("top_entropy_quantile=0.2", "top_entropy_quantile has no key in agrpo: "),
+        ("disable_tqdm=true", "disable_tqdm is not a key of agrpo; use logger.progress_bar=false"),
+        ("bf16=false", "bf16 is not a key of agrpo; use model.precision=no"),
+        ("use_peft=false", "use_peft is not a key of agrpo; use model.lora.enabled=false"),
+        ("dataset_name=a/b", "dataset_name is not a key of agrpo; use data=hub data.path=a/b"),
+        ("dataset_name=x.jsonl", "dataset_name is not a key of agrpo; use data=jsonl data.path=x.jsonl"),
+        ("reward_funcs=accuracy", "reward_funcs is not a key of agrpo; use 'scorer.functions=[MODULE.accuracy]'"),
+        ("actor_rollout_ref.rollout.n=5", "actor_rollout_ref.rollout.n is not a key of agrpo; use rollout.group_size=5"),
+        ("algorithm.adv_estimator=grpo", "algorithm.adv_estimator has no key in agrpo: advantages are those of a group"),
+        ("trainer.n_gpus_per_node=8", "trainer.n_gpus_per_node has no key in agrpo: every visible GPU is used"),
+        ("actor.some_knob=1 actor.lr=1e-5", "actor.some_knob is not a key of agrpo; agrpo train --cfg job lists every key"),
+    ],
+)
+def test_options_of_other_systems_are_answered_wherever_they_stood(typed, line):
+    found = problems(*typed.split())
+    assert found[0].startswith(line) and len(found) == len(typed.split()), found
+
+
+def test_a_section_of_nobodys_is_one_line():
+    assert problems("foo.a=1", "foo.b=2")[0].startswith("foo is not a key; top-level keys: ")
 
 
 def test_devices_are_split_disjointly():

@@ -12,11 +12,11 @@ from agrpo.errors import ConfigError
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
-PAGES = ("first-run", "rewards", "environments", "tuning", "troubleshooting", "multi-gpu", "from-trl", "from-areal")
+PAGES = ("first-run", "rewards", "environments", "tuning", "troubleshooting", "multi-gpu", "from-trl", "from-areal", "from-verl")
 GROUPS = ("run", "checkpoint", "model", "data", "rollout", "env", "sampler", "scorer", "advantage", "packer", "loss", "sync",
           "server", "optimizer", "logger")  # fmt: skip
 # What a page mentions that stands in no composed configuration: its value is a mapping or a name.
-OPEN_KEYS = {"model.lora"}
+OPEN_KEYS = {"model.lora", "rollout.n"}  # the latter is a name of another system
 
 
 def text(page):
@@ -47,7 +47,8 @@ def test_every_command_composes(page, words):
 def trees():
     """Configurations that have, between them, every key."""
     chosen = (
-        [], ["server=external", "data=jsonl", "loss=grpo"], ["data=none", "server=vllm"], ["data=hub", "model=lora"]
+        [], ["server=external", "data=jsonl", "loss=grpo"], ["data=none", "server=vllm"], ["data=hub", "model=lora"],
+        ["loss=tis"], ["loss=decoupled"],
     )  # fmt: skip
     return [compose_tree(["+recipe=quickstart", *more]) for more in chosen]
 
@@ -67,9 +68,9 @@ def test_every_key_named_on_a_page_exists(page, trees):
         assert any(has(tree, key) for tree in trees), key
 
 
-@pytest.mark.parametrize("page, other", [("from-trl", "TRL"), ("from-areal", "AReaL")])
+@pytest.mark.parametrize("page, other", [("from-trl", "TRL"), ("from-areal", "AReaL"), ("from-verl", "verl")])
 def test_the_tables_of_keys_say_what_the_command_line_answers(page, other):
-    rows = re.findall(r"^\| `(\w+)` \| (.*?) \|", text(page), flags=re.M)
+    rows = re.findall(r"^\| `([\w.]+)` \| (.*?) \|", text(page), flags=re.M)
     assert len(rows) > 30
     for name, key in rows:
         assert key.replace("`", "") == KEYS[name], name
@@ -78,8 +79,8 @@ def test_the_tables_of_keys_say_what_the_command_line_answers(page, other):
 def test_no_option_name_is_in_neither_table():
     listed = {
         name
-        for page in ("from-trl", "from-areal")
-        for name, _ in re.findall(r"^\| `(\w+)` \| (.*?) \|", text(page), flags=re.M)
+        for page in ("from-trl", "from-areal", "from-verl")
+        for name, _ in re.findall(r"^\| `([\w.]+)` \| (.*?) \|", text(page), flags=re.M)
     }
     assert set(KEYS) == listed
 

@@ -46,7 +46,7 @@ ALSO_NAMES = {
     # the server programme that the metrics and flags belong to; packages named for their installation
     "vllm": {"launch/run_folder.py"},
     # the answer to another system's option name says which option to choose
-    "*": {"config/hints.py"},
+    "*": {"config/hints.py", "config/other_keys.py", "config/other_reasons.py"},
 }
 
 

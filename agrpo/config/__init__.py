@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from agrpo.config import secrets
-from agrpo.config.build import GROUPS, build, locate, read_component, read_section, unknown_key
+from agrpo.config.build import GROUPS, build, locate, read_component, read_section, unknown_keys
 from agrpo.config.devices import Devices, detect
 from agrpo.errors import ConfigError
 from agrpo.lifecycle import write_atomic
@@ -72,7 +72,7 @@ def read(tree: Mapping[str, Any], devices: Devices | None = None) -> Config:
 
 def _read_parts(tree: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
     known = [*SECTIONS, *GROUPS, "eval"]
-    problems = [unknown_key(key, known, value) for key, value in tree.items() if key not in known]
+    problems = [line for key, value in tree.items() if key not in known for line in unknown_keys(key, known, value)]
     parts: dict[str, Any] = {}
     for name, cls in SECTIONS.items():
         parts[name], found = read_section(_read_as_null(name, tree.get(name, {})), cls, name)

@@ -15,7 +15,7 @@ import typing
 from collections.abc import Mapping
 from typing import Any
 
-from agrpo.config.hints import answer
+from agrpo.config.hints import answer, inside
 from agrpo.errors import ConfigError
 from agrpo.schema import violations
 
@@ -72,7 +72,7 @@ def read_section(node: Any, cls: type, prefix: str) -> tuple[Any, list[str]]:
     values, problems, faulty, missing = {}, [], set(), False
     for key, value in node.items():
         if key not in fields:
-            problems.append(unknown_key(f"{prefix}.{key}", [f"{prefix}.{f}" for f in fields], value))
+            problems += unknown_keys(f"{prefix}.{key}", [f"{prefix}.{f}" for f in fields], value)
         else:
             values[key], found = _value(value, hints[key], f"{prefix}.{key}")
             problems += found
@@ -106,11 +106,21 @@ def _with_defaults(instance: Any, outside: list[str], prefix: str) -> Any:
     return dataclasses.replace(instance, **defaults)
 
 
-def unknown_key(key: str, known: list[str], value: Any = None) -> str:
-    """The line for a key that does not exist: its name here if it is another system's, else the nearest key (CLI-3)."""
+def unknown_keys(key: str, known: list[str], value: Any = None) -> list[str]:
+    """The lines for a key that does not exist: its name here if it is another system's, else the nearest key (CLI-3).
+
+    A section of another system, such as AReaL's `actor`, is answered option by option.
+    """
     told = answer(key, value)
     if told:
-        return told
+        return [told]
+    options = inside(key, value)
+    if any(line for _, line in options):
+        return [line or f"{name} is not a key of agrpo; agrpo train --cfg job lists every key" for name, line in options]
+    return [_nearest(key, known)]
+
+
+def _nearest(key: str, known: list[str]) -> str:
     leaf = key.rsplit(".", 1)[-1]
     near = difflib.get_close_matches(leaf, [k.rsplit(".", 1)[-1] for k in known], n=1, cutoff=0.6)
     full = [k for k in known if near and k.rsplit(".", 1)[-1] == near[0]]
