@@ -117,6 +117,7 @@ def test_the_default_configuration_passes_and_survives_the_way_to_disk(tmp_path)
         ("run.max_steps=1.5", "run.max_steps must be an integer or null, got 1.5"),
         ("run.use_cpu=1", "run.use_cpu must be true or false, got 1"),
         ("run.seed=true", "run.seed must be an integer, got True"),
+        ("checkpoint.hub.push=true", "checkpoint.hub.push must be one of no, end, every_save, got True"),
         ("optimizer.learning_rate=fast", "optimizer.learning_rate must be a number, got 'fast'"),
         ("optimizer.learning_rate=-1", "optimizer.learning_rate must be >= 0, got -1.0"),
         ("model.precision=bf8", "model.precision must be one of bf16, fp16, no, got 'bf8'"),
@@ -144,6 +145,23 @@ def test_one_fault_is_one_line(override, line):
     assert len(found) == 1
     assert line is None or found == [line]
     assert override.split("=")[0].removeprefix("+") in found[0]
+
+
+@pytest.mark.parametrize(
+    ("typed", "words"),
+    [
+        (["run.seed=1,2"], ["add -m", """'run.seed="1,2"'"""]),
+        (["server.base_url=http://a:8000,http://b:8000"], ["""'server.base_url="http://a:8000,http://b:8000"'"""]),
+        (["rollout.max_staleness", "=", "2"], ["without blanks", "no blanks", "KEY=VALUE"]),
+        (["rollout.max_staleness:"], ["write rollout.max_staleness=VALUE"]),
+        (["scorer.functions=[x"], ["the closing ] is missing"]),
+        (["quickstart"], ["use +recipe=quickstart"]),
+    ],
+)
+def test_a_slip_of_form_is_named(typed, words):
+    found = problems(*typed)
+    assert len(found) == len(typed) and all(word in "\n".join(found) for word in words), found
+    assert not any("\n" in line for line in found)
 
 
 def test_all_faults_are_reported_together():

@@ -17,7 +17,7 @@ from typing import Any
 
 from agrpo.config.hints import answer, inside
 from agrpo.errors import ConfigError
-from agrpo.schema import violations
+from agrpo.schema import allowed, violations
 
 GROUPS = ("data", "env", "sampler", "scorer", "advantage", "packer", "loss", "sync", "server")
 
@@ -75,6 +75,8 @@ def read_section(node: Any, cls: type, prefix: str) -> tuple[Any, list[str]]:
             problems += unknown_keys(f"{prefix}.{key}", [f"{prefix}.{f}" for f in fields], value)
         else:
             values[key], found = _value(value, hints[key], f"{prefix}.{key}")
+            if found and fields[key].metadata.get("choices"):
+                found = [f"{prefix}.{key} must be {allowed(fields[key])}, got {_show(value)}"]
             problems += found
             faulty |= {key} if found else set()
     for name, field in fields.items():

@@ -64,7 +64,7 @@ class Job:
 
 def run(request: Request, start: Callable[[Job], float | None]) -> None:
     """Compose each job of the request and hand it to `start`. Raises ConfigError for what Hydra refuses."""
-    overrides, problems = _prepare(request.overrides, request.config_dir)
+    overrides, problems = _prepare(request.overrides, request.config_dir, request.multirun)
     if problems:
         raise ConfigError(problems + _faults_of_rest(request, overrides))
     if os.getcwd() not in sys.path:
@@ -215,7 +215,7 @@ def _fill_in(tree: dict[str, Any], folder: Path, recipe: str) -> None:
         tree["rollout"]["trial_name"] = tree["rollout"].get("trial_name") or folder.name
 
 
-def _prepare(overrides: list[str], config_dir: str | None) -> tuple[list[str], list[str]]:
+def _prepare(overrides: list[str], config_dir: str | None, multirun: bool = False) -> tuple[list[str], list[str]]:
     """Overrides in the form Hydra takes without complaint, and the faults of those left out."""
     from hydra.core.override_parser.overrides_parser import OverridesParser
     from hydra.errors import HydraException
@@ -230,9 +230,18 @@ def _prepare(overrides: list[str], config_dir: str | None) -> tuple[list[str], l
         try:
             override = parser.parse_overrides([text])[0]
         except HydraException as error:
-            problems.append(f"{text} is not an override such as key=value ({_one_line(error)})")
+            problems.append(f"{text} is not an override such as key=value: {_slip(text, config_dir) or _one_line(error)}")
             continue
         key = override.key_or_group
+        if not key:
+            problems.append(f"{text} is not an override such as key=value: {_slip(text, config_dir)}")
+            continue
+        if override.is_sweep_override() and not multirun:
+            problems.append(
+                f"{text} lists several values: add -m for one run per value, or quote a text that holds a comma: "
+                f"""'{key}="{text.split("=", 1)[1]}"'"""
+            )
+            continue
         if key in groups and not override.is_delete():
             faults = [] if open_ended else choices.faults(key, _chosen(override), config_dir)
             problems += faults
@@ -242,6 +251,20 @@ def _prepare(overrides: list[str], config_dir: str | None) -> tuple[list[str], l
         else:
             prepared.append("++" + text.lstrip("+"))
     return prepared, problems
+
+
+def _slip(text: str, config_dir: str | None) -> str | None:
+    """What is wrong with the form of an override, where it is one of the usual slips."""
+    if text in choices.options("recipe", config_dir):
+        return f"use +recipe={text}"
+    if text.startswith("=") or text.endswith("="):
+        return "no blanks may stand around ="
+    if text.endswith(":"):
+        return f"write {text[:-1]}=VALUE"
+    if "=" not in text:
+        return "write KEY=VALUE, without blanks around ="
+    missing = [close for start, close in ("[]", "{}", "()") if text.count(start) > text.count(close)]
+    return f"the closing {missing[0]} is missing" if missing else None
 
 
 def _as_choice(text: str, group: str) -> str:
