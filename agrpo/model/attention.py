@@ -18,6 +18,7 @@ from agrpo.model.backends.rectangles import Rectangles
 from agrpo.model.plan import TreePlan
 
 NAME = "agrpo_tree"  # the implementation that chooses; `implementation` gives those of one back end
+FAMILIES = "docs/architecture.md, which models"
 BACKENDS: dict[str, Backend] = {b.name: b for b in (Rectangles(), Sdpa(), Varlen(), Flex(), *HUB)}
 
 
@@ -51,13 +52,17 @@ def tree_attention(
 ) -> tuple[torch.Tensor, None]:
     """[1, H, N, D] queries and [1, Hkv, N, D] keys and values of one row to [1, N, H, D]; never with dropout.
 
-    Raises ConfigError where the model does not pass the plan on or uses attention sinks (COMPAT-10), and where the named
-    back end cannot run the case.
+    Raises ConfigError where the model does not pass the plan on, has a mask of its own, sees later tokens or uses attention
+    sinks (COMPAT-10), and where the named back end cannot run the case.
     """
     if tree_plan is None:
-        raise ConfigError(f"model.path: {type(module).__name__} got no tree plan; forward rows through token_terms")
+        _refuse(module, "does not get the layout of a row from its model, so rows of several samples cannot be forwarded")
     if s_aux is not None:
-        raise ConfigError(f"model.path: {type(module).__name__} has attention sinks, which tree attention lacks")
+        _refuse(module, "has attention sinks, which tree attention lacks")
+    if attention_mask is not None:
+        _refuse(module, "makes a mask of its own, which tree attention would ignore")
+    if not getattr(module, "is_causal", True):
+        _refuse(module, "sees later tokens, which a model that generates must not")
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     # Rotary embeddings or query norms may leave q and k in float32 under autocast; the values have the compute dtype.
     query, key = query.to(value.dtype), key.to(value.dtype)
@@ -68,6 +73,32 @@ def tree_attention(
     )
     chosen = _chosen(backend, case)[0]
     return chosen.attend(query, key, value, tree_plan, window, softcap, scale), None
+
+
+def _refuse(module: torch.nn.Module, reason: str) -> None:
+    raise ConfigError(f"model.path: {type(module).__name__} {reason}; choose a model of another family: {FAMILIES}")
+
+
+class Arrived(Exception):
+    """The probe reached a layer that reads the row's plan."""
+
+
+class Probe:
+    """In the place of a row's plan: whoever reads anything of it raises `Arrived`."""
+
+    def __getattr__(self, name: str) -> Any:
+        raise Arrived
+
+
+def refuse_decoder(decoder: torch.nn.Module) -> None:
+    """Two tokens up to the first layer that reads the plan; raises ConfigError as `tree_attention` would for a row."""
+    ids = torch.zeros((1, 2), dtype=torch.long, device=next(decoder.parameters()).device)
+    try:
+        with torch.no_grad():
+            decoder(input_ids=ids, position_ids=ids.cumsum(1), use_cache=False, tree_plan=Probe())
+    except Arrived:
+        return
+    _refuse(decoder, "has no attention layer that could read the layout of a row")
 
 
 def check(config: Any, backend: str, device: torch.device | str, dtype: torch.dtype) -> list[str]:

@@ -45,7 +45,9 @@ def load_model(
         # The loader leaves marks of the file's quantization; the weights are dequantized and saved like any others.
         model.config.__dict__.pop("quantization_config", None)
         model.__dict__.pop("hf_quantizer", None)
-    return prepare(model, section).to(device)
+    model = prepare(model, section).to(device)
+    attention.refuse_decoder(model.get_decoder())
+    return model
 
 
 def skeleton(section: Any) -> torch.nn.Module:

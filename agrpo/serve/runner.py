@@ -192,9 +192,14 @@ def stop_ids(model: torch.nn.Module, tokenizer) -> frozenset[int]:
 
 def max_length(model: torch.nn.Module, limit: int | None) -> int:
     """Longest context: `limit`, or what the model was made for, at most 4096."""
-    longest = getattr(model.config.get_text_config(), "max_position_embeddings", None) or 4096
+    config = model.config.get_text_config()
+    rope = getattr(config, "rope_parameters", None) or {}
+    kinds = [rope, *(r for r in rope.values() if isinstance(r, dict))]  # of the model, or of each kind of layer
+    # Beyond the original context the frequencies of longrope would change with what else is in a forward.
+    originals = [r["original_max_position_embeddings"] for r in kinds if r.get("rope_type") == "longrope"]
+    longest = min(originals, default=getattr(config, "max_position_embeddings", None) or 4096)
     if limit is not None and limit > longest:
         raise ConfigError(
-            f"server.max_model_len must be at most {longest}, the model's max_position_embeddings, got {limit}"
+            f"server.max_model_len must be at most {longest}, the context of the model's rotary embeddings, got {limit}"
         )
     return limit or min(longest, 4096)

@@ -21,6 +21,7 @@ from agrpo.model import checkpoint as checkpoints
 from agrpo.model.hub import Uploads
 from agrpo.model.load import load_tokenizer
 from agrpo.model.optim import Updater
+from agrpo.model.rope import fix_rope
 from agrpo.model.spread import open_model
 from agrpo.sync.control import ServerControl
 from agrpo.train import evaluation, opening
@@ -98,6 +99,7 @@ class TrainRun:
         outage = Outage(server, ranks, self.life.beat, lambda: self.stop_requested)
         outage.await_up()
         self.served = served_model(server) if ranks.is_first else {}
+        fix_rope(self.model, ranks.tell(self.served.get("max_model_len", 0)))
         self.trainer = opening.open_trainer(
             config,
             server,

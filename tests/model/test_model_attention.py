@@ -70,7 +70,7 @@ def test_a_window_longer_than_every_path_needs_no_mask():
 
 def test_a_forward_without_a_plan_and_attention_sinks_are_refused():
     states = torch.zeros(1, 1, 3, 2)
-    with pytest.raises(ConfigError, match="no tree plan"):
+    with pytest.raises(ConfigError, match="does not get the layout of a row"):
         tree_attention(None, states, states, states, None)
     plan = TreePlan.of(*depth_first([(3, 0)]), torch.arange(3))
     with pytest.raises(ConfigError, match="attention sinks"):

@@ -153,6 +153,24 @@ def test_old_transformers_sinks_and_other_layers_are_refused():
         load.refuse_model(sinks)
 
 
+@pytest.mark.parametrize(
+    ("config", "text"),
+    [
+        (hf.NemotronConfig, "does not get the layout of a row"),
+        (hf.StableLmConfig, "does not get the layout of a row"),
+        (hf.DogeConfig, "makes a mask of its own"),
+        (hf.BertConfig, "sees later tokens"),
+    ],
+)
+def test_attention_that_cannot_be_packed_is_refused_when_the_model_is_loaded(config, text, tmp_path):
+    config = config(vocab_size=61, hidden_size=24, intermediate_size=40, num_hidden_layers=1, num_attention_heads=4,
+                    num_key_value_heads=2, head_dim=6)  # fmt: skip
+    hf.AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+    with pytest.raises(ConfigError, match=f"model.path: .*{text}.*choose a model of another family") as refused:
+        load.load_model(Model(path=str(tmp_path)), "cpu")
+    assert "\n" not in str(refused.value)
+
+
 def test_unknown_fsdp_options_and_several_ranks_without_fsdp_are_refused(folder):
     from agrpo.model.shard import _arguments
 
