@@ -54,9 +54,14 @@ def trl(hidden, weight, targets, heads) -> tuple[torch.Tensor, ...]:
 
 def total(logprobs, head_logprobs, entropy) -> torch.Tensor:
     """A sum that weighs every log-prob differently."""
-    like = {"dtype": logprobs.dtype, "device": logprobs.device}
-    weights = torch.linspace(-1, 1.5, head_logprobs.numel(), **like).view_as(head_logprobs)
-    return (torch.linspace(1, -2, len(logprobs), **like) * logprobs).sum() + (weights * head_logprobs).sum()
+    of_targets, of_heads = weighed(*head_logprobs.shape, logprobs.dtype, logprobs.device)
+    return (of_targets * logprobs).sum() + (of_heads * head_logprobs).sum()
+
+
+def weighed(terms: int, heads: int, dtype: torch.dtype, device: torch.device | str = "cpu") -> tuple[torch.Tensor, torch.Tensor]:
+    """What every log-prob [terms] and every one of head ids [terms, heads] counts in `total`."""
+    like = {"dtype": dtype, "device": device}
+    return torch.linspace(1, -2, terms, **like), torch.linspace(-1, 1.5, terms * heads, **like).view(terms, heads)
 
 
 def _resident() -> int:
