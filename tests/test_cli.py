@@ -131,6 +131,30 @@ def test_dry_run_shows_the_plan_and_starts_nothing(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
+def test_dry_run_of_named_devices_assumes_as_many_and_says_what_a_step_holds(tmp_path):
+    split = "run.devices={server: [0], trainer: [1, 2, 3]}"
+    result = agrpo("train", "+recipe=deepmath", split, "model.precision=no", "--dry-run", cwd=tmp_path)
+    assert result.returncode == 0, result.stderr
+    for text in (
+        "server    on GPU 0 (assumed GPU)", "trainer2  on GPU 3 (assumed GPU)", "planned for 4 GPUs of 80 GiB: this machine has none",
+        # 3 rows of 4,096 tokens against 8 completions of 2,048
+        "at most 12,288 tokens per step", "16,384 tokens or fewer beside the prompt; one of that length fills 2 steps",
+        "a step holds 12,288 tokens, less than a group of 16,384", "weights float32, forward and backward float32",
+        "not estimated: they need the sizes in config.json\n",
+    ):  # fmt: skip
+        assert text in result.stdout, text
+
+
+def test_serve_prints_a_server_for_gpus_where_it_is_to_run_elsewhere(tmp_path):
+    external = ["serve", "+recipe=deepmath", "server=external", "--print"]
+    result = agrpo(*external, "server.base_url=http://node7:8000", cwd=tmp_path)
+    assert result.returncode == 0 and "planned for a server and a trainer with GPUs, sync=nccl" in result.stderr
+    assert "--gpu-memory-utilization" in result.stdout and '{"backend": "nccl"}' in result.stdout
+    assert "--enforce-eager" not in result.stdout and "VLLM_CPU" not in result.stdout
+    result = agrpo(*external, "server.base_url=http://localhost:8000", cwd=tmp_path)
+    assert "--enforce-eager" in result.stdout and result.stderr == "planned for a CPU build of vllm: this machine has no GPU\n"
+
+
 def test_dry_run_of_truncated_sampling_and_lora_adds_their_flags(tmp_path):
     overrides = ["sampler.top_k=40", "packer.token_budget=8192", "server.arguments=[--enforce-eager]"]
     text = agrpo("train", "+recipe=deepmath", *overrides, "--dry-run", cwd=tmp_path).stdout

@@ -485,3 +485,17 @@ def test_faults_of_keys_and_of_rules_are_reported_together():
     for start in ("loss.epsilom", "sampler.temperature", "rollout.group_size", "data.path"):
         assert [line for line in found if line.startswith(start)], start
     assert len(found) == 4
+
+
+@pytest.mark.parametrize(
+    ("tree", "count"),
+    [
+        ({}, 2),
+        ({"run": {"num_processes": 3}, "server": {"tensor_parallel_size": 2}}, 5),
+        ({"run": {"devices": {"server": [0], "trainer": [1, 6]}}}, 7),
+        ({"run": {"devices": {"trainer": ["x", None], "server": 3}}, "server": None}, 2),  # faults that the checks name
+        ({"run": {"devices": {"trainer": [10**9]}}}, 1024),
+    ],
+)
+def test_a_plan_without_gpu_assumes_as_many_as_the_configuration_names(tree, count):
+    assert len(assumed(tree)) == count and assumed(tree).assumed

@@ -58,8 +58,27 @@ class Devices:
         return ",".join(self.gpus[i].visible_id for i in indices)
 
 
-# Two GPUs of 80 GiB: what a plan made on a machine without GPU assumes.
-ASSUMED = Devices(tuple(Gpu(str(i), "assumed GPU", 81920, 9.0) for i in range(2)), assumed=True)
+def assumed(tree: Mapping[str, Any]) -> Devices:
+    """What a plan made on a machine without GPU assumes: GPUs of 80 GiB, as many as the unchecked configuration names.
+
+    `run.devices` with index 3 gives 4. Without it they are the trainer's ranks and one copy of the server, 2 at least.
+    """
+    run, server = (tree.get(name) if isinstance(tree.get(name), Mapping) else {} for name in ("run", "server"))
+    per_copy = max(1, _count(server.get("tensor_parallel_size")))
+    wanted = (_count(run.get("num_processes")) or per_copy) + per_copy
+    if isinstance(run.get("devices"), Mapping):
+        lists = [ids for ids in run["devices"].values() if isinstance(ids, list)]
+        wanted = max((_count(index) + 1 for ids in lists for index in ids), default=1)
+    count = min(max(wanted, 2), MOST_ASSUMED)
+    return Devices(tuple(Gpu(str(i), "assumed GPU", 81920, 9.0) for i in range(count)), assumed=True)
+
+
+def _count(value: Any) -> int:
+    """The value where it is a number of things; 0 where it is faulty, which the checks say."""
+    return value if type(value) is int and value > 0 else 0
+
+
+MOST_ASSUMED = 1024  # a mistyped index is refused, not planned for
 
 
 def detect(environment: Mapping[str, str] | None = None) -> Devices:

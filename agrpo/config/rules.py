@@ -121,7 +121,7 @@ def _device_split(split: dict[str, list[int]], num_gpus: int) -> Iterator[str]:
         yield f"run.devices: trainer and server must not share a device, got {shared} in both"
     missing = sorted({i for ids in split.values() for i in ids if not 0 <= i < num_gpus})
     if missing:
-        yield f"run.devices: no GPU with index {missing}; there are {num_gpus}, counted from 0, in this plan"
+        yield f"run.devices: no GPU with index {missing}; there are {num_gpus}, counted from 0"
 
 
 def _rollout(config: Config) -> Iterator[str]:

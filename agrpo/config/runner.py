@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from agrpo.config import choices
-from agrpo.config.devices import ASSUMED, Devices, detect
+from agrpo.config.devices import Devices, assumed, detect
 from agrpo.errors import ConfigError
 
 ROOT = "train"
@@ -33,7 +33,7 @@ class _Left(BaseException):
 
 
 class NeedsAssumedDevices(Exception):
-    """Raised by a dry run's job that needs a GPU where none is: compose again for an assumed machine."""
+    """Raised where a job is only planned, needs a GPU and none is here: compose again for an assumed machine."""
 
 
 @dataclass(frozen=True)
@@ -72,7 +72,7 @@ def run(request: Request, start: Callable[[Job], float | None]) -> None:
     try:
         _run_hydra(request, overrides, start, detect())
     except NeedsAssumedDevices:
-        _run_hydra(request, overrides, start, ASSUMED)
+        _run_hydra(request, overrides, start, assumed({}))
 
 
 def _run_hydra(request: Request, overrides: list[str], start: Callable, devices: Devices) -> None:
@@ -132,7 +132,8 @@ class _Task:
             tree = _plain_tree(composed)
             _refuse_resume_in_new_folder(composed, tree)
             _fill_in(tree, folder, hydra.runtime.choices.get("recipe") or "default")
-            return self.start(Job(tree, shown, self.devices, self.dry_run, self.multirun, number, self.quiet))
+            devices = assumed(tree) if self.devices.assumed else self.devices
+            return self.start(Job(tree, shown, devices, self.dry_run, self.multirun, number, self.quiet))
         except Exception as error:
             if os.getpid() != self.pid:
                 raise  # the launcher runs jobs elsewhere and reports them itself

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from agrpo.config import Config, public
 from agrpo.config import check as check_config
-from agrpo.config.devices import ASSUMED, Devices, detect
+from agrpo.config.devices import Devices, assumed, detect
 from agrpo.config.runner import NeedsAssumedDevices
 from agrpo.env import resolve
 from agrpo.errors import AgrpoError, ConfigError
@@ -57,7 +57,7 @@ def _preview(job: Job) -> None:
 
     config, warnings = planned(job)
     if job.devices and job.devices.assumed:
-        warnings = warnings + _missing_here(job, config.devices)
+        warnings = warnings + _missing_here(job)
     print(preview(resolved(config), warnings))
 
 
@@ -74,20 +74,25 @@ def planned(job: Job) -> tuple[Config, list[str]]:
 def _same_faults(job: Job, problems: list[str]) -> bool:
     """Whether a machine with GPUs would have every one of these faults too."""
     try:
-        check(job.tree, ASSUMED)
+        check(job.tree, assumed(job.tree))
     except ConfigError as error:
         return set(problems) <= set(error.problems)
     return False
 
 
-def _missing_here(job: Job, assumed: Devices) -> list[str]:
+def _missing_here(job: Job) -> list[str]:
     """What keeps this job from running on this machine: the faults that the assumed machine does not have."""
-    lines = [f"planned for {len(assumed)} GPUs of {assumed.gpus[0].memory_mib // 1024} GiB: this machine has none"]
+    lines = [assumption(job.devices)]
     try:
         check(job.tree, detect())
     except ConfigError as error:
         lines += error.problems
     return lines
+
+
+def assumption(devices: Devices) -> str:
+    """The line that says what a plan made on a machine without GPU is for."""
+    return f"planned for {len(devices)} GPUs of {devices.gpus[0].memory_mib // 1024} GiB: this machine has none"
 
 
 def _objective(config: Config) -> float | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import shlex
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ from agrpo.config.model_shape import Shape, shape_of
 from agrpo.launch.plan import Ports, context_length, option_name, other_nodes, processes, server_urls, token_budget
 from agrpo.launch.processes import Launch
 from agrpo.model.memory import BYTES, Memory, estimate
+from agrpo.serve.flags import trainer_dtype
 
 GIB = 2**30
 EXAMPLE_PORTS = Ports(server=8000, master=8001)
@@ -28,6 +30,7 @@ def preview(config: Config, warnings: list[str]) -> str:
     lines = []
     for title, body in sections:
         lines += [title, *("  " + line for line in body), ""]
+    warnings = [*warnings, *small_step(config)]
     if warnings:
         lines += ["warnings", *("  " + line for line in warnings), ""]
     lines.append("dry run: nothing was started")
@@ -60,11 +63,39 @@ def _step(config: Config) -> list[str]:
     shape = f"{microbatches} microbatch(es) x {config.run.num_ranks} row(s) = {num_rows} row(s)"
     if budget is None:
         return [f"{shape}; tokens per row = the server's max_model_len", f"groups of {size} rollouts"]
-    longest = config.sampler.max_completion_length
-    fewest = max(1, num_rows * budget // max(1, size * longest))
     return [
         f"{shape} of {budget:,} unique tokens, at most {num_rows * budget:,} tokens per step",
-        f"groups of {size} rollouts; {fewest} or more groups per step (all completions at the limit of {longest:,})",
+        f"groups of {size} rollouts, {_group_tokens(config):,} tokens or fewer beside the prompt; {_groups_per_step(config)}",
+    ]
+
+
+def _group_tokens(config: Config) -> int:
+    """Trained tokens of a group whose completions all end at the limit."""
+    return config.rollout.group_size * config.sampler.max_completion_length
+
+
+def _step_tokens(config: Config) -> int | None:
+    """The most tokens that a step holds; None where only the server tells."""
+    budget = token_budget(config)
+    return budget and config.run.num_ranks * config.run.gradient_accumulation_steps * budget
+
+
+def _groups_per_step(config: Config) -> str:
+    held = _step_tokens(config) // _group_tokens(config)
+    if held:
+        return f"a step holds {held} of that length, prompts aside"
+    return f"one of that length fills {math.ceil(_group_tokens(config) / _step_tokens(config))} steps"
+
+
+def small_step(config: Config) -> list[str]:
+    """A warning where a step is smaller than a group can be: one prompt then decides the whole update."""
+    tokens = _step_tokens(config)
+    if tokens is None or tokens >= _group_tokens(config):
+        return []
+    return [
+        f"a step holds {tokens:,} tokens, less than a group of {_group_tokens(config):,} (all {config.rollout.group_size} completions "
+        f"at the limit of {config.sampler.max_completion_length:,}): where completions are that long, one prompt decides a step; "
+        "raise run.gradient_accumulation_steps or packer.token_budget"
     ]
 
 
@@ -91,7 +122,9 @@ def _memory(config: Config) -> list[str]:
     if memory.host:
         lines.append(f"           {memory.host / GIB:.1f} GiB of main memory: weights, gradients and state of {config.optimizer.name}")
     if not memory.activations:
-        lines.append("           activations are not estimated: they need the sizes in config.json and the token budget")
+        missing = [] if shape.text else ["the sizes in config.json"]
+        missing += [] if token_budget(config) else ["packer.token_budget, else the server tells it"]
+        lines.append(f"           activations are not estimated: they need {' and '.join(missing)}")
     return lines + _server_memory(config, shape) + _fit(config, memory.peak)
 
 
@@ -159,7 +192,7 @@ def _derived(config: Config) -> list[str]:
         "loss": option_name(config.loss),
         "sync": f"{option_name(config.sync)}, mode {config.sync.mode}, every {config.sync.every_steps} step(s)",
         "schedule": _schedule(config),
-        "precision": f"weights {config.model.dtype}, forward and backward {config.model.precision}",
+        "precision": f"weights {config.model.dtype}, forward and backward {trainer_dtype(config.model)}",
         "fsdp": "on" if config.run.num_ranks > 1 or config.model.fsdp.enabled else "off",
         "loss.epsilon_high": _epsilon_high(config.loss),
         "data.seed": config.run.seed if getattr(config.data, "seed", None) is None else config.data.seed,

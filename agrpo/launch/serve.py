@@ -11,9 +11,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from agrpo.config import Config
+from agrpo.config.runner import NeedsAssumedDevices
 from agrpo.errors import ConfigError
 from agrpo.launch import job as jobs
 from agrpo.launch import plan
+from agrpo.metrics.output import say
 from agrpo.serve.vllm import has_vllm
 
 if TYPE_CHECKING:
@@ -37,8 +39,19 @@ def commands(config: Config) -> list[ServerCommand]:
 
 
 def lines(job: Job) -> list[str]:
-    """The commands as lines for a shell; planned for an assumed machine where this one has no GPU and needs one."""
+    """The commands as lines for a shell; planned for an assumed machine where this one has no GPU and needs one.
+
+    What is said of another machine goes to stderr, so that the lines can still be piped into a shell.
+    """
     config, _ = jobs.planned(job)
+    if getattr(config.server, "is_elsewhere", False) and not job.devices:
+        # What runs there is not known here; machines that serve have GPUs, whatever the one that plans has.
+        raise NeedsAssumedDevices
+    if job.devices.assumed:
+        sync = plan.option_name(config.sync)
+        say(f"planned for a server and a trainer with GPUs, sync={sync}: this machine has none; give the run's sync=... if it is another")
+    elif not job.devices:
+        say("planned for a CPU build of vllm: this machine has no GPU")
     return [command.line() for command in commands(plan.resolved(config))]
 
 

@@ -29,6 +29,11 @@ class External:
     def urls(self) -> tuple[str, ...]:
         return tuple(url.strip().rstrip("/") for url in self.base_url.split(",") if url.strip())
 
+    @property
+    def is_elsewhere(self) -> bool:
+        """Whether some server is on another machine."""
+        return not all(map(_is_local, self.urls))
+
     def problems(self, config: Any) -> list[str]:
         wrong = [url for url in self.urls if urlsplit(url).scheme not in ("http", "https") or not urlsplit(url).netloc]
         if wrong or not self.urls:
@@ -46,8 +51,11 @@ class External:
         commands = []
         for url in self.urls:
             parts = urlsplit(url)
-            is_local = parts.hostname in ("localhost", "127.0.0.1", "::1")
-            port, host = parts.port or (443 if parts.scheme == "https" else 80), "127.0.0.1" if is_local else "0.0.0.0"
+            port, host = parts.port or (443 if parts.scheme == "https" else 80), "127.0.0.1" if _is_local(url) else "0.0.0.0"
             command = server_command(settings, config, port, num_gpus, python, host)
             commands.append(replace(command, url=url))
         return commands
+
+
+def _is_local(url: str) -> bool:
+    return urlsplit(url).hostname in ("localhost", "127.0.0.1", "::1")

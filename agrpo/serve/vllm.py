@@ -61,7 +61,7 @@ class Vllm:
         num_gpus = len(config.devices.split(config.run, True)["server"]) if config.devices else 0
         if config.devices and not num_gpus:
             lines.append(
-                f"server=vllm needs a GPU of its own: {len(config.devices)} visible, all given to the trainer; lower "
+                f"server=vllm needs a GPU of its own: {len(config.devices)} here, all given to the trainer; lower "
                 "run.num_processes, or choose server=external or server=embedded"
             )
         if num_gpus % self.tensor_parallel_size:
