@@ -13,7 +13,7 @@ from agrpo.config import build, check, compose, detect, load, read, save, to_tre
 from agrpo.config.build import GROUPS, locate, read_section
 from agrpo.config.checkpoint_folder import start_of
 from agrpo.config.choices import conf_dir, options
-from agrpo.config.devices import Devices, Gpu, _visible
+from agrpo.config.devices import Devices, Gpu, _visible, assumed
 from agrpo.config.hints import KEYS, REASONS, VALUES, answer, suggestion
 from agrpo.config.model_shape import shape_of
 from agrpo.errors import ConfigError
