@@ -1,5 +1,5 @@
-"""kill -9 of each process mid-run: nothing is left within 15 s, the cause is named, and a resume finishes the run with no
-group lost or trained twice."""
+"""kill -9 of each process, one after the other in one run that is resumed after each: nothing is left within 15 s, the cause
+is named, and the last resume finishes the run with no group lost or trained twice."""
 
 import json
 import os
@@ -10,7 +10,6 @@ import time
 from pathlib import Path
 
 import psutil
-import pytest
 
 from agrpo import wire
 from agrpo.ledger import replay
@@ -85,25 +84,32 @@ def assert_exactly_once(folder: Path, num_groups_before: int) -> None:
             assert group["reasons"] and not group["trained"]
 
 
-@pytest.mark.parametrize(("name", "num_ranks"), [("supervisor", 1), ("server", 1), ("rollout", 1), ("trainer1", 2)])
-def test_kill(tmp_path, name, num_ranks):
-    tiny_qwen3(tmp_path / "model")
-    tiny_dataset(tmp_path / "data.jsonl")
-    write_reward(tmp_path)
-    ranks = f"run.num_processes={num_ranks}"
-    supervisor = start(tmp_path, ranks, "run.max_steps=500")
-    wait_for(lambda: num_records(tmp_path) >= 3 or supervisor.poll() is not None, 120, "step 3")
+def killed(folder: Path, name: str, *overrides: str) -> None:
+    """Start or resume with two ranks, kill `name` three steps later, and see the end."""
+    before = num_records(folder)
+    supervisor = start(folder, "run.num_processes=2", "run.max_steps=500", *overrides)
+    wait_for(lambda: num_records(folder) >= before + 3 or supervisor.poll() is not None, 120, f"step {before + 3}")
     assert supervisor.poll() is None, supervisor.stdout.read()
-    os.kill(pid_of(tmp_path, name, supervisor), signal.SIGKILL)
-    wait_for(lambda: not processes_of(tmp_path), GONE_S, f"the end of all processes after the {name} was killed")
+    os.kill(pid_of(folder, name, supervisor), signal.SIGKILL)
+    wait_for(lambda: not processes_of(folder), GONE_S, f"the end of all processes after the {name} was killed")
     output = supervisor.communicate(timeout=10)[0]
     if name != "supervisor":
         assert supervisor.returncode != 0
         assert f"{name} was killed by SIGKILL" in output, output
+
+
+def test_each_process_killed_and_the_run_resumed_each_time(tmp_path):
+    tiny_qwen3(tmp_path / "model")
+    tiny_dataset(tmp_path / "data.jsonl")
+    write_reward(tmp_path)
+    resume: tuple[str, ...] = ()
+    for name in ("supervisor", "server", "rollout", "trainer1"):
+        killed(tmp_path, name, *resume)
+        resume = ("run.resume=auto",)
     seen = replay(tmp_path / "run" / "ledger.jsonl")
     steps = num_records(tmp_path)
 
-    resumed = start(tmp_path, ranks, f"run.max_steps={steps + 6}", "run.resume=auto")
+    resumed = start(tmp_path, "run.num_processes=2", f"run.max_steps={steps + 6}", *resume)
     output = resumed.communicate(timeout=180)[0]
     assert resumed.returncode == 0, output
     summary = json.loads((tmp_path / "run" / "summary.json").read_text())
