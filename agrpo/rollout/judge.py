@@ -23,6 +23,7 @@ from agrpo.rollout.completions import CompletionLog
 from agrpo.rollout.concurrency import Places
 from agrpo.rollout.custom import Custom
 from agrpo.rollout.dump import Dump
+from agrpo.rollout.unscored import Unscored
 from agrpo.types import Group, ReadyGroup
 
 _log = logging.getLogger(__name__)
@@ -61,6 +62,7 @@ class Judge:
         dump: Dump | None = None,
         custom: Custom | None = None,
         merged: Callable[[Group], Any] = lambda group: group,
+        unscored: Unscored | None = None,
     ):
         """`merged` is the form in which `accept` sees a group."""
         self._custom = custom if custom is not None and custom.computes_advantages else None
@@ -73,6 +75,7 @@ class Judge:
         self._scoring = asyncio.Semaphore(max_concurrent_groups)
         self.num_waiting = 0  # groups in the score queue
         self.num_scoring = 0
+        self._unscored = unscored if unscored is not None else Unscored()
 
     async def ready(self, group: Group, places: Places) -> ReadyGroup:
         judged = _Judged(group)
@@ -149,7 +152,12 @@ class Judge:
             self.num_waiting -= 1
             self._queue.release()
             started = time.monotonic()
-            scored = await self._rewarded(group, self._scorer)
+            try:
+                scored = await self._rewarded(group, self._scorer)
+            except Dropped as dropped:
+                self._unscored.failed(dropped.__cause__)
+                raise
+            self._unscored.scored()
         self._window.add("rollout/score_wait_s", started - entered, 1)
         self._window.add("rollout/score_s", time.monotonic() - started, 1)
         return scored

@@ -1,6 +1,7 @@
 """Groups with missing rollouts and rollouts of several rows, from the workflow to the trainer (AREAL-WF-37 to 60)."""
 
 import asyncio
+import dataclasses
 
 import numpy as np
 import pytest
@@ -12,7 +13,9 @@ from agrpo.env.workflow_player import WorkflowPlayer
 from agrpo.errors import ContractError
 from agrpo.metrics.window import Window
 from agrpo.rollout import report
+from agrpo.rollout.concurrency import Cap, Places
 from agrpo.rollout.judge import Dropped, Judge
+from agrpo.rollout.unscored import Unscored
 from agrpo.sections import Rollout as Settings
 from agrpo.types import Group, Prompt, Rollout
 from tests.rollout.loop_harness import TOKENS, G, Words, done, produce
@@ -138,3 +141,44 @@ def test_a_filter_sees_the_merged_rows(url, tmp_path):
     assert not trainer.ready and {reason for _, reason in trainer.resolved} == {"rejected"}
     np.testing.assert_allclose(seen[0]["rewards"], [0.81, 0.9, 1.0, 0, 0])
     assert seen[0]["input_ids"].shape == (5, 2 + TOKENS) == seen[0]["loss_mask"].shape
+
+
+class Sometimes:
+    """Scores the groups whose id is in `scored`, and raises for the others."""
+
+    def __init__(self, scored):
+        self.scored = scored
+
+    async def score(self, group):
+        if group.group_id not in self.scored:
+            raise OSError("judge.example: connection refused")
+        return dataclasses.replace(
+            group, rollouts=tuple(dataclasses.replace(r, rewards={"points": 1.0}) for r in group.rollouts)
+        )
+
+
+def endings(scored, num_groups, unscored):
+    """What becomes of each group in turn, up to the one that ends the run."""
+
+    async def play():
+        places, found = Places(Cap(4, 4)), []
+        judge = Judge(Sometimes(scored), Grouped(), Settings(group_size=2), 7, 1, 1, None, Window(), unscored=unscored)
+        for number in range(num_groups):
+            rollouts = (Rollout((), [], {}), Rollout((), [], {}))
+            try:
+                await judge.ready(Group(number, Prompt(number, 0, [], {}), rollouts, 0), places)
+            except Dropped as dropped:
+                found.append(dropped.reason)
+            except ContractError as error:
+                return [*found, str(error)]
+        return found
+
+    return asyncio.run(play())
+
+
+def test_a_function_that_scores_nothing_any_more_ends_the_run_and_one_that_recovers_does_not():
+    *before, last = endings({2}, 20, Unscored(in_a_row=5, lasting_s=0.0))
+    assert before == ["scorer_error"] * 2 + ["zero_std"] + ["scorer_error"] * 4
+    assert last.startswith("5 groups in a row were not scored, for 0 s; the last: judge.example: connection refused")
+    assert endings({4, 9, 14, 19}, 20, Unscored(in_a_row=5, lasting_s=0.0)).count("scorer_error") == 16
+    assert endings((), 20, Unscored(in_a_row=5, lasting_s=60.0)) == ["scorer_error"] * 20
