@@ -1,6 +1,7 @@
 """One rank of a sharded run on CPU: python model_rank.py FOLDER RANK WORLD_SIZE; writes what rank 0 saw to FOLDER.
 
-FOLDER/precision says the precision; where FOLDER/lora is there, an adapter is trained, and once more over bfloat16;
+FOLDER/precision says the precision, or several folders in FOLDER each have their own and are trained one after the other;
+where FOLDER/lora is there, an adapter is trained, and once more over bfloat16;
 FOLDER/replicate is the number of copies of the sharded model.
 
 Two rows a step: one per rank, or both on the one rank. The second row of the second step has no loss term.
@@ -77,6 +78,12 @@ def over_bfloat16(folder: Path, rank: int, world_size: int) -> dict:
 def main(folder: Path, rank: int, world_size: int) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", f"file://{folder}/store{world_size}", timedelta(seconds=60), world_size, rank)
+    for part in sorted(p.parent for p in folder.rglob("precision")):
+        train(part, rank, world_size)
+    dist.destroy_process_group()
+
+
+def train(folder: Path, rank: int, world_size: int) -> None:
     section = section_of(folder)
     torch.manual_seed(11)  # the adapter's start, the same on every rank
     model = open_model(section if rank == 0 else _without_weights(folder, section), "cpu")
@@ -105,7 +112,6 @@ def main(folder: Path, rank: int, world_size: int) -> None:
         seen["bfloat16"] = over_bfloat16(folder, rank, world_size)
     if rank == 0:
         torch.save(seen, folder / f"seen{world_size}.pt")
-    dist.destroy_process_group()
 
 
 if __name__ == "__main__":

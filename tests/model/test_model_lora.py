@@ -6,13 +6,15 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 import transformers
-from model_build import group, make_model, make_row, make_sample
+from model_build import group, make_model, make_row, make_sample, sequence_packed
 from model_rank import NoTokenizer, section_of, steps_of_rows
+from test_model_packed import TEMPERATURE, _alone
 from test_model_ranks import OPTIMIZER, _folder, _run_ranks, _same
+from test_model_vlm import CONFIGS
 
 from agrpo.errors import ConfigError
 from agrpo.loss.score_centering import ScoreCentering
-from agrpo.model import checkpoint
+from agrpo.model import attention, checkpoint
 from agrpo.model.adapter import adapter_config, merged_only_reason
 from agrpo.model.load import load_model, prepare
 from agrpo.model.optim import Updater
@@ -63,7 +65,7 @@ KINDS = {
 @pytest.mark.parametrize(
     "family, kind",
     [
-        *((family, "plain") for family in ("qwen3", "llama", "gemma3", "qwen3_5", "qwen3_moe", "qwen3_next")),
+        *((family, "plain") for family in ("qwen3", "llama", "gemma2", "gemma3", "qwen3_5", "qwen3_moe", "qwen3_next")),
         *(("qwen3", k) for k in KINDS if k != "plain"),
     ],
 )
@@ -237,3 +239,25 @@ def test_image_parts_get_no_adapter_and_are_not_sent():
     trained = [n for n, p in model.named_parameters() if p.requires_grad]
     assert trained and all(n.startswith("model.language_model.") for n in trained)
     assert checkpoint_names(model) == expected == [n for n, _ in full_tensors(model)]
+
+
+@pytest.mark.parametrize("family", ["gemma3", "qwen3_vl", "qwen3_5"])
+def test_the_text_of_an_image_model_with_the_adapter_equals_each_sample_alone_with_merged_weights(family):
+    attention.register()
+    torch.manual_seed(7)
+    config = CONFIGS[family]()
+    plain = transformers.AutoModelForImageTextToText.from_config(config, attn_implementation="eager")
+    model = transformers.AutoModelForImageTextToText.from_config(CONFIGS[family](), attn_implementation=attention.NAME)
+    model.load_state_dict(plain.state_dict())
+    model, samples = prepare(model, SECTION), group(1, [7, 11, 13])
+    before = torch.cat([_alone(plain, s)[0] for s in samples]).detach()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                parameter.add_(torch.randn(parameter.shape) * 0.1)
+    assert not plain.load_state_dict(dict(plain_tensors(model)), strict=False).unexpected_keys
+    merged = torch.cat([_alone(plain, s)[0] for s in samples]).detach()
+    for row in (make_row(samples), sequence_packed(samples)):
+        packed = token_terms(model, DeviceRow.of(row, "cpu"), TEMPERATURE, want_head=False).trainer_logprobs
+        torch.testing.assert_close(packed, merged, rtol=0, atol=1e-5)
+    assert float((merged - before).abs().max()) > 1e-3

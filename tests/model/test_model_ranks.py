@@ -9,7 +9,8 @@ import pytest
 import torch
 from model_build import make_model
 from model_rank import NoTokenizer, aux_share, steps_of_rows
-from transformers import AutoModelForCausalLM
+from test_model_vlm import CONFIGS
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
 from agrpo.loss.score_centering import ScoreCentering
 from agrpo.model import checkpoint
@@ -38,6 +39,10 @@ def _run_ranks(folder: Path, world_size: int) -> dict:
     finally:
         for rank in ranks:
             rank.kill()
+    return _seen(folder, world_size) if (folder / "precision").exists() else {}
+
+
+def _seen(folder: Path, world_size: int) -> dict:
     return torch.load(folder / f"seen{world_size}.pt", weights_only=False)
 
 
@@ -141,6 +146,23 @@ def test_export_loads(tied):
     loaded = AutoModelForCausalLM.from_pretrained(folder / "exported2")
     assert loaded.dtype is torch.float32
     _same({n: p.detach() for n, p in loaded.named_parameters()}, two["weights"], 0.0)
+
+
+def test_two_ranks_equal_no_sharding_for_further_families(tmp_path):
+    """Softcaps and windows, a mixture of experts, the text of an image model; one start of the ranks for all."""
+    for name in ("gemma2", "qwen3_moe", "qwen3_vl"):
+        (tmp_path / name).mkdir()
+        if name in CONFIGS:
+            torch.manual_seed(7)
+            AutoModelForImageTextToText.from_config(CONFIGS[name]()).save_pretrained(tmp_path / name / "model")
+            (tmp_path / name / "precision").write_text("no")
+        else:
+            _folder(tmp_path / name, name, "no")
+    _run_ranks(tmp_path, 2)
+    for name in ("gemma2", "qwen3_moe", "qwen3_vl"):
+        two, (losses, weights) = _seen(tmp_path / name, 2), _unsharded(tmp_path / name)
+        assert two["losses"] == pytest.approx(losses, rel=1e-4), name
+        _same(two["weights"], weights, 1e-4)
 
 
 def test_mixed_precision_keeps_float32_masters_and_exports_bfloat16(tmp_path):

@@ -12,6 +12,7 @@ from agrpo.model.load import prepare
 from agrpo.model.rope import fix_rope
 from agrpo.model.terms import DeviceRow, token_terms
 from agrpo.sections import Model
+from agrpo.serve.runner import max_length
 
 ORIGINAL, LONGEST = 31, 127
 SHORT, LONG = [1.0, 1.5], [4.0, 9.0]
@@ -74,6 +75,13 @@ def test_dynamic_scaling_stays_that_of_the_models_own_context():
     attention.register()
     trained = _build(hf.LlamaConfig, _DYNAMIC, attention.NAME, longest=ORIGINAL)
     _check(trained, _build(hf.LlamaConfig, {"rope_type": "default", "rope_theta": 1e4}, "eager"), ORIGINAL + 66)
+
+
+def test_the_embedded_server_stays_within_the_original_context():
+    model = _build(hf.Phi3Config, _longrope(SHORT, LONG), "eager", original_max_position_embeddings=ORIGINAL)
+    assert max_length(model, None) == max_length(model, ORIGINAL) == ORIGINAL
+    with pytest.raises(ConfigError, match=f"server.max_model_len must be at most {ORIGINAL}"):
+        max_length(model, ORIGINAL + 1)
 
 
 def test_frequencies_that_the_trainer_lacks_are_refused():

@@ -3,10 +3,10 @@
 import pytest
 import torch
 import transformers as hf
-from model_build import VOCABULARY, group, make_row
+from model_build import VOCABULARY, group, make_row, sequence_packed
 from model_rank import NoTokenizer
 from safetensors import safe_open
-from test_model_packed import _alone, _terms
+from test_model_packed import _alone, _assert_same, _gradients, _terms, check_candidates
 
 from agrpo.loss.score_centering import ScoreCentering
 from agrpo.model import checkpoint, load
@@ -70,6 +70,22 @@ def _tensors(folder) -> dict[str, torch.Tensor]:
 
 def _is_text(name: str) -> bool:
     return not any(part in name for part in ("visual", "vision", "projector"))
+
+
+def test_gradients_and_sequence_packing_equal_each_sample_alone(stored):
+    model = load.load_model(Model(path=str(stored), precision="no"), "cpu")
+    plain = hf.AutoModelForImageTextToText.from_pretrained(stored, attn_implementation="eager")
+    samples = [*group(1, [7, 11, 13]), *group(2, [5, 3], prompt=9, group_id=1)]
+    alone = torch.cat([_alone(plain, s)[0] for s in samples])
+    weights = torch.linspace(-1, 1, len(alone))
+    expected = _gradients(plain, (weights * alone).sum())
+    for row in (make_row(samples), sequence_packed(samples)):
+        terms = _terms(model, row)
+        torch.testing.assert_close(terms.trainer_logprobs, alone, atol=1e-5, rtol=0)
+        got = _gradients(model, (weights * terms.trainer_logprobs).sum())
+        _assert_same(got, {name: expected[name] for name in got}, 1e-4)
+        assert {name for name in expected if _is_text(name)} <= got.keys()
+    check_candidates(model, plain)
 
 
 def test_one_step_changes_the_text_model_alone(stored, tmp_path):
