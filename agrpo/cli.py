@@ -70,9 +70,12 @@ def train(
     ] = None,
     resolve: Annotated[bool, typer.Option("--resolve", help="With --cfg: resolve interpolations.")] = False,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Print only the start, warnings and the end.")] = False,
+    recipe: Annotated[str | None, typer.Option(hidden=True)] = None,
 ) -> None:
     from agrpo.config import runner
 
+    if recipe is not None:
+        raise typer.BadParameter(f"a recipe is chosen with +recipe={recipe}, without dashes")
     if cfg not in (None, "job", "hydra", "all"):
         raise typer.BadParameter(f"--cfg must be job, hydra or all, got {cfg}")
     request = runner.Request(list(overrides or []), dry_run, multirun, config_dir, cfg, resolve, quiet)

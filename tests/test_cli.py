@@ -114,6 +114,8 @@ def test_all_faults_of_a_command_line_come_together(tmp_path, base):
 def test_wrong_usage_is_exit_code_2(tmp_path):
     assert agrpo("trian", cwd=tmp_path).returncode == 2
     assert agrpo("train", "--dry-rum", cwd=tmp_path).returncode == 2
+    result = agrpo("train", "--recipe", "quickstart", cwd=tmp_path)
+    assert result.returncode == 2 and "a recipe is chosen with +recipe=quickstart, without dashes" in result.stderr
 
 
 def test_dry_run_shows_the_plan_and_starts_nothing(tmp_path):

@@ -77,6 +77,9 @@ def read_section(node: Any, cls: type, prefix: str) -> tuple[Any, list[str]]:
             values[key], found = _value(value, hints[key], f"{prefix}.{key}")
             if found and fields[key].metadata.get("choices"):
                 found = [f"{prefix}.{key} must be {allowed(fields[key])}, got {_show(value)}"]
+            elif isinstance(value, bool) and fields[key].metadata.get("doc"):
+                # Text that is taken for a switch: its meaning tells the words that are allowed.
+                found = [f"{line}: {fields[key].metadata['doc']}" if " must be text" in line else line for line in found]
             problems += found
             faulty |= {key} if found else set()
     for name, field in fields.items():
@@ -141,7 +144,9 @@ def locate(path: str) -> Any:
     try:
         module = importlib.import_module(module_name)
     except Exception as error:
-        raise ConfigError(f"{path} cannot be imported ({type(error).__name__}: {error})") from error
+        line = f"{path} cannot be imported ({type(error).__name__}: {error})"
+        is_first_missing = isinstance(error, ModuleNotFoundError) and error.name == module_name.split(".")[0]
+        raise ConfigError(line + ("; is its folder on PYTHONPATH?" if is_first_missing else "")) from error
     if not hasattr(module, name):
         near = difflib.get_close_matches(name, dir(module), n=1)
         raise ConfigError(

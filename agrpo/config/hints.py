@@ -25,7 +25,7 @@ _ATTENTION = {
 _DUAL_CLIP = {"*": "loss=grpo loss.dual_clip={}"}
 _LOSS = {"true": "loss=decoupled", "false": "loss=grpo"}
 _SYNC = {"disk": "sync=disk", "nccl": "sync=nccl", "xccl": "sync=nccl"}
-_LOGGER = {"*": "logger={}"}
+_LOGGER = {"all": "logger=[console,tensorboard]", "*": "logger={}"}
 _OFFLOAD = {"true": "model.fsdp.options={{cpu_offload: true}}", "false": "model.fsdp.options={{cpu_offload: false}}"}
 _FLAG_OF_PEFT = {flag: {v: f"model.lora.options={{{{{flag}: {v}}}}}" for v in ("true", "false")} for flag in ("use_dora", "use_rslora")}
 VALUES: dict[str, dict[str, str]] = {

@@ -32,7 +32,7 @@ class Jsonl:
         return JsonlRows(_scan(self._signature()))
 
     def columns(self) -> list[str] | None:
-        return None if self._path_problems() else list(_scan(self._signature()).columns)
+        return None if self._path_problems() else list(_scan(self._signature()).columns) or None
 
     def problems(self, config: Any) -> list[str]:
         return self._data_problems(not gives_prompts(config))

@@ -96,7 +96,9 @@ def faults(function: Callable[..., Any]) -> list[str]:
     lines = [
         f"takes {p}; name each parameter, for a model calls by name" for p in parameters.values() if p.kind in kinds
     ]
-    lines += [f"has no type hint on its parameter {n}; write {n}: TYPE" for n in parameters if n not in hints]
+    bare = [n for n in parameters if n not in hints]
+    if bare:
+        lines.append(f"has no type hint on its {_named(bare)}; write {bare[0]}: TYPE")
     if "return" not in hints:
         lines.append("has no type hint on its return value; write -> TYPE")
     return lines + _docstring_faults(inspect.getdoc(function), list(parameters), hints.get("return"))
@@ -109,12 +111,16 @@ def _docstring_faults(text: str | None, parameters: list[str], returned: Any) ->
     sections = dict(zip(parts[1::2], parts[2::2], strict=True))
     lines = [] if parts[0].strip() else ["has a docstring that does not say what it does; begin with one sentence"]
     described = next((sections[name] for name in ("Args", "Arguments", "Parameters") if name in sections), "")
-    for name in parameters:
-        if not re.search(rf"^\s*{re.escape(name)}\s*(\([^)]*\))?\s*:\s*\S", described, re.M):
-            lines.append(f"has no description of its parameter {name}; add a line '{name}: ...' under Args:")
+    missing = [n for n in parameters if not re.search(rf"^\s*{re.escape(n)}\s*(\([^)]*\))?\s*:\s*\S", described, re.M)]
+    if missing:
+        lines.append(f"has no description of its {_named(missing)}; add a line '{missing[0]}: ...' under Args:")
     if returned is not type(None) and not sections.get("Returns", "").strip():
         lines.append("does not describe its result; add the section Returns:")
     return lines
+
+
+def _named(parameters: list[str]) -> str:
+    return f"parameter{'s' * (len(parameters) > 1)} {', '.join(parameters)}"
 
 
 def _is_checkable(hint: Any) -> bool:

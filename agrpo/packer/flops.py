@@ -127,13 +127,15 @@ def _delta_rule(read: _Reader) -> float:
 
 def _mlp(read: _Reader, layer: int) -> float:
     hidden = read("hidden_size")
-    met, num_experts = read("num_experts_per_tok"), _first(read, "num_experts", "num_local_experts", "n_routed_experts")
-    is_dense = layer in (read("mlp_only_layers") or ()) or layer < (read("first_k_dense_replace") or 0)
+    met = _first(read, "num_experts_per_tok", "moe_k")
+    num_experts = _first(read, "num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+    num_dense = _first(read, "first_k_dense_replace", "moe_layer_start_index") or 0
+    is_dense = layer in (read("mlp_only_layers") or ()) or layer < num_dense
     if not met or is_dense or (layer + 1) % (read("decoder_sparse_step") or 1):
         return 6.0 * hidden * (read("intermediate_size") or 0)
     width = read("moe_intermediate_size") or read("intermediate_size")
     gated = read("shared_expert_intermediate_size") or 0  # has a gate of one column
-    shared = gated or (read("n_shared_experts") or 0) * width
+    shared = gated or (_first(read, "n_shared_experts", "moe_num_shared_experts") or 0) * width
     return 6.0 * hidden * (met * width + shared) + 2.0 * hidden * ((num_experts or 0) + bool(gated))
 
 

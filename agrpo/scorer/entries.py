@@ -150,11 +150,31 @@ def usage_problems(path: str, target: Callable, columns: Sequence[str] | None) -
     module, install = getattr(_unwrapped(target), "needs", (None, ""))
     if module and importlib.util.find_spec(module) is None:
         return [f"{shown} needs the package {module}, which is not installed; run: {install}"]
+    unknown = _unknown_arguments(shown, target)
+    if unknown:
+        return unknown
     try:
         parameters = inspect.signature(target).parameters
     except (TypeError, ValueError):  # some built-ins tell no signature
         return []
     return _signature_problems(shown, parameters, columns)
+
+
+def _unknown_arguments(shown: str, target: Callable) -> list[str]:
+    """Configured arguments that are no named parameter: `**columns` would take a misspelt one without a word."""
+    if not isinstance(target, functools.partial):
+        return []
+    try:
+        parameters = inspect.signature(target.func).parameters.values()
+    except (TypeError, ValueError):
+        return []
+    known = [p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY) and p.name not in STANDARD]
+    lines = []
+    for name in sorted(set(target.keywords) - set(known)):
+        near = difflib.get_close_matches(name, known, n=1)
+        hint = f"did you mean {near[0]}?" if near else f"it has {', '.join(known) or 'none'}"
+        lines.append(f"{shown} has no parameter {name}; {hint}")
+    return lines
 
 
 def _signature_problems(

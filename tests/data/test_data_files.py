@@ -108,6 +108,8 @@ def test_file_faults_are_one_line_each(tmp_path):
     empty_folder.mkdir()
     assert "contains no *.jsonl file" in Jsonl(path=str(empty_folder)).problems(make_config())[0]
     assert "holds no rows" in Jsonl(path=write(tmp_path / "none.jsonl", ["", " "])).problems(make_config())[0]
+    # What could not be read has no columns to miss: no second line that reward functions lack some.
+    assert Jsonl(path=str(tmp_path / "none.jsonl")).columns() is None and Jsonl(path=str(tmp_path / "broken.jsonl")).columns()
     not_text = tmp_path / "bytes.jsonl"
     not_text.write_bytes(b'{"prompt": "\xff\xfe"}\n')
     assert "line 1" in Jsonl(path=str(not_text)).problems(make_config())[0]

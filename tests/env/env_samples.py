@@ -79,6 +79,17 @@ def without_docstring(a: int) -> int:
     return a
 
 
+def bare_of_two(a, b) -> int:
+    """Adds.
+
+    Args:
+
+    Returns:
+        The sum.
+    """
+    return a + b
+
+
 def without_hint(a, b: int):
     """Adds.
 

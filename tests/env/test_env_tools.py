@@ -145,6 +145,8 @@ def test_arguments_arrive_in_the_types_of_the_signature():
         ("without_hint", "has no type hint on its return value"),
         ("without_arguments_section", "has no description of its parameter a"),
         ("without_arguments_section", "does not describe its result; add the section Returns:"),
+        ("bare_of_two", "has no type hint on its parameters a, b; write a: TYPE"),
+        ("bare_of_two", "has no description of its parameters a, b; add a line 'a: ...' under Args:"),
         ("nameless", "is a lambda"),
         ("IncrementEnv", "is a class; a tool is a function"),
         ("nothing", "has no nothing"),

@@ -19,6 +19,10 @@ CONFIGS = {
     "windows": lambda: hf.Gemma2Config(**SHAPE, sliding_window=5),
     "mixture": lambda: hf.Qwen3MoeConfig(**SHAPE, **MIXTURE, mlp_only_layers=[1], experts_implementation="eager"),
     "shared": lambda: hf.Qwen2MoeConfig(**SHAPE, **MIXTURE, shared_expert_intermediate_size=22, experts_implementation="eager"),
+    "other names": lambda: hf.Ernie4_5_MoeConfig(
+        **{k: v for k, v in SHAPE.items() if k != "head_dim"}, moe_num_experts=5, moe_k=2, moe_intermediate_size=14,
+        moe_num_shared_experts=1, moe_layer_start_index=1, experts_implementation="eager",
+    ),
     "hybrid": lambda: hf.Qwen3NextConfig(
         **SHAPE, **MIXTURE, shared_expert_intermediate_size=22, linear_num_key_heads=2, linear_num_value_heads=4,
         linear_key_head_dim=6, linear_value_head_dim=6, experts_implementation="eager",
@@ -43,6 +47,7 @@ def test_operations_equal_those_of_the_model(name):
     pairs = flops.per_context + sum(cost for _, cost in flops.windows)
     expected = (flops.per_token + flops.per_term) * tokens + pairs * tokens**2
     assert counted(model, tokens) == pytest.approx(expected, rel=1e-3)
+    assert Flops.of_config(config.to_dict()) == flops  # config.json has the model's own names alone
 
 
 def test_operations_of_a_hybrid_follow_from_its_weights():

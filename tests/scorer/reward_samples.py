@@ -17,6 +17,10 @@ def token_count(completion_ids, **columns):
     return [float(len(ids)) for ids in completion_ids]
 
 
+def graded(completions, limit=200, **columns):
+    return [float(limit)] * len(completions)
+
+
 def integers(completions, **columns):
     return [len(completion[0]["content"]) for completion in completions]
 
