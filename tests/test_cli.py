@@ -157,6 +157,21 @@ def test_serve_prints_a_server_for_gpus_where_it_is_to_run_elsewhere(tmp_path):
     assert "--enforce-eager" in result.stdout and result.stderr == "planned for a CPU build of vllm: this machine has no GPU\n"
 
 
+def test_dry_run_lists_what_it_takes_on_trust_and_an_objective_that_nothing_logs(tmp_path, base):
+    heldout = "eval.heldout={_target_: agrpo.eval.Evaluation, data: {_target_: agrpo.data.jsonl.Jsonl, path: good.jsonl}}"
+    hub = ["data=hub", "data.path=nosuch/dataset_zz", "run.objective=eval/heldout/rewrad", heldout]
+    result = agrpo(*base, *hub, "--dry-run", cwd=tmp_path)
+    assert result.returncode == 0, result.stderr
+    for text in (
+        "not checked (agrpo doctor does)\n  model.path=owner/model: not on this machine\n",
+        "  data.path=nosuch/dataset_zz, and its columns: not on this machine\n\n",
+        "run.objective=eval/heldout/rewrad is no metric of agrpo, only one that your own code logs; did you mean eval/heldout/reward?",
+    ):
+        assert text in result.stdout, text
+    result = agrpo("train", "+recipe=quickstart", "run.objective=rewards/any_name/mean", "--dry-run", cwd=tmp_path)
+    assert "not checked" not in result.stdout and "run.objective" not in result.stdout
+
+
 def test_dry_run_of_truncated_sampling_and_lora_adds_their_flags(tmp_path):
     overrides = ["sampler.top_k=40", "packer.token_budget=8192", "server.arguments=[--enforce-eager]"]
     text = agrpo("train", "+recipe=deepmath", *overrides, "--dry-run", cwd=tmp_path).stdout

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import math
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,6 +15,7 @@ from agrpo.env import resolve
 from agrpo.errors import AgrpoError, ConfigError
 from agrpo.launch.plan import resolved
 from agrpo.metrics import sinks
+from agrpo.metrics.names import declared, metrics
 from agrpo.metrics.output import say
 from agrpo.rollout import loop_class
 from agrpo.train import callbacks
@@ -49,7 +51,20 @@ def check(tree: dict[str, Any], devices: Devices) -> tuple[Config, list[str]]:
     def more(config: Config) -> list[str]:
         return [*sinks.problems(config.logger), *resolve.problems(config), *loop_class.problems(config), *callbacks.problems(config.run.callbacks)]
 
-    return check_config(tree, devices, more=more)
+    config, warnings = check_config(tree, devices, more=more)
+    return config, [*warnings, *_unknown_objective(config)]
+
+
+def _unknown_objective(config: Config) -> list[str]:
+    """A warning where no metric of agrpo has the name: the run's own code may log it, and a slip shows only at the end."""
+    name = config.run.objective
+    if name is None or declared(name) is not None:
+        return []
+    known = [m.name for m in metrics() if "{" not in m.name]
+    known += [m.name.replace("{name}", own) for m in metrics() if m.name.startswith("eval/") for own in config.eval]
+    near = difflib.get_close_matches(name, known, n=1)
+    hint = f"did you mean {near[0]}?" if near else "docs/metrics.md lists them"
+    return [f"run.objective={name} is no metric of agrpo, only one that your own code logs; {hint}"]
 
 
 def _preview(job: Job) -> None:

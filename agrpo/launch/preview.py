@@ -9,8 +9,18 @@ from typing import Any
 
 from agrpo.config import Config
 from agrpo.config.checkpoint_folder import start_of
+from agrpo.config.model_folder import read_config
 from agrpo.config.model_shape import Shape, shape_of
-from agrpo.launch.plan import Ports, context_length, option_name, other_nodes, processes, server_urls, token_budget
+from agrpo.launch.plan import (
+    Ports,
+    context_length,
+    is_managed,
+    option_name,
+    other_nodes,
+    processes,
+    server_urls,
+    token_budget,
+)
 from agrpo.launch.processes import Launch
 from agrpo.model.memory import BYTES, Memory, estimate
 from agrpo.serve.flags import trainer_dtype
@@ -27,6 +37,8 @@ def preview(config: Config, warnings: list[str]) -> str:
         ("memory (estimate)", _memory(config)),
         ("derived values", _derived(config)),
     ]
+    if unseen := _unchecked(config):
+        sections.append(("not checked (agrpo doctor does)", unseen))
     lines = []
     for title, body in sections:
         lines += [title, *("  " + line for line in body), ""]
@@ -35,6 +47,17 @@ def preview(config: Config, warnings: list[str]) -> str:
         lines += ["warnings", *("  " + line for line in warnings), ""]
     lines.append("dry run: nothing was started")
     return "\n".join(lines)
+
+
+def _unchecked(config: Config) -> list[str]:
+    """What this plan takes on trust, because it is not on this machine or cannot be looked at without starting it."""
+    lines = []
+    if read_config(config.model.path) is None:
+        lines.append(f"model.path={config.model.path}: not on this machine")
+    for key, data in [("data", config.data), *((f"eval.{name}.data", e.data) for name, e in config.eval.items())]:
+        if getattr(data, "columns", lambda: None)() is None:
+            lines.append(f"{key}.path={data.path}, and its columns: not on this machine" if hasattr(data, "path") else f"{key}: its columns")
+    return lines + ([] if is_managed(config) else [f"the server at {', '.join(server_urls(config, EXAMPLE_PORTS))}"])
 
 
 def _processes(config: Config) -> list[str]:
