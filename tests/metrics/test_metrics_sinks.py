@@ -233,14 +233,24 @@ def test_wandb_offline_holds_what_was_written(tmp_path, monkeypatch):
     records = [{"step": i, "reward": i / 8, "diag/bottleneck": "balanced"} for i in (1, 3, 5)]
     write(open_sinks(make_section("wandb"), tmp_path), *records)
     (path,) = tmp_path.glob("wandb/offline-run-*/run-*.wandb")
-    data, at, found = path.read_bytes(), 7, []  # a LevelDB log: a header, then checksum, length, type and record
-    while at < len(data):
-        size = int.from_bytes(data[at + 4 : at + 6], "little")
-        entry = wandb_internal_pb2.Record()
-        entry.ParseFromString(data[at + 7 : at + 7 + size])
-        if entry.WhichOneof("record_type") == "history":
-            found.append({"/".join(i.nested_key) or i.key: json.loads(i.value_json) for i in entry.history.item})
-        at += 7 + size
+
+    def entries():
+        data, at = path.read_bytes(), 7  # a LevelDB log: a header, then checksum, length, type and record
+        while at + 7 <= len(data) and (end := at + 7 + int.from_bytes(data[at + 4 : at + 6], "little")) <= len(data):
+            entry = wandb_internal_pb2.Record()
+            entry.ParseFromString(data[at + 7 : end])
+            yield entry
+            at = end
+
+    deadline = time.monotonic() + 60  # its service writes the file to the end after the run has finished
+    while "exit" not in [e.WhichOneof("record_type") for e in entries()]:
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    found = [
+        {"/".join(i.nested_key) or i.key: json.loads(i.value_json) for i in entry.history.item}
+        for entry in entries()
+        if entry.WhichOneof("record_type") == "history"
+    ]
     assert [(f["_step"], f["reward"], f["diag/bottleneck"]) for f in found] == [
         (1, 0.125, "balanced"), (3, 0.375, "balanced"), (5, 0.625, "balanced"),
     ]  # fmt: skip
