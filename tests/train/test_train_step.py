@@ -129,7 +129,7 @@ def test_rows_and_microbatches_do_not_change_a_steps_gradient(folder, aggregatio
         step = Step(1, tuple(Microbatch((row_of(part),)) for part in parts))
         (work,) = divide(step, sharing)
         for row, shares in zip(work.rows, work.shares, strict=True):
-            trainer._accumulate(row, shares, None, len(work.rows))
+            trainer._accumulate(work, row, shares, None)
         found.append(torch.cat([p.grad.flatten() for p in trainer.model.parameters()]))
     for other in found[1:]:
         assert float((other - found[0]).norm() / found[0].norm()) < 1e-5
