@@ -69,14 +69,19 @@ class EvaluationRecord:
             self._void |= set(self._running)
         self.stop()
 
-    def receive(self, message: wire.EvalResult) -> dict[str, float]:
-        """The figures to record."""
+    def receive(self, message: wire.EvalResult, record: Callable[[dict[str, float]], None]) -> None:
+        """`record` the figures; only then has the evaluation ended, for whoever waits for the last one writes what is there."""
+        record(self._figures(message))
         with self._lock:
-            # A fresh run's first ones, which the rollout process begins by itself, are of step 0.
-            version, step = self._running.pop(message.name, (0, 0))
-            is_void = message.name in self._void
+            self._running.pop(message.name, None)
             self._void.discard(message.name)
             self._stopped.discard(message.name)
+
+    def _figures(self, message: wire.EvalResult) -> dict[str, float]:
+        with self._lock:
+            # A fresh run's first ones, which the rollout process begins by itself, are of step 0.
+            version, step = self._running.get(message.name, (0, 0))
+            is_void = message.name in self._void
         if is_void or not message.result:
             _log.warning("evaluation %s of step %d (version %d) has no result: the weights changed", message.name, step, version)
             return {"given_up_count": 1}

@@ -245,14 +245,16 @@ class Feeder:
                     value, weight = message.window[CAP]
                     self._concurrency_cap = round(value / weight)
         elif isinstance(message, wire.EvalResult):
-            figures = self.evaluations.receive(message)
-            with self._lock:
-                for key, value in figures.items():
-                    self._window.add(f"eval/{message.name}/{key}", value)
+            self.evaluations.receive(message, lambda figures: self._evaluated(message.name, figures))
         elif isinstance(message, wire.LoopState):
             with self._lock:  # all that was sent before it is recorded, nothing after it
                 self._loop_state = message.state
                 self._snapshot = self._state()
+
+    def _evaluated(self, name: str, figures: dict[str, float]) -> None:
+        with self._lock:
+            for key, value in figures.items():
+                self._window.add(f"eval/{name}/{key}", value)
 
     def _record(self, message: ReadyGroup | wire.Resolved) -> None:
         if isinstance(message, wire.Resolved):

@@ -39,10 +39,10 @@ def test_a_microbatch_does_not_wait_for_the_device(tmp_path, loss):
         for s in samples_of(3, 88, is_shared=True)
     )
     (work,) = divide(planner.flush(), Sharing())
-    trainer._accumulate(work.rows[0], work.shares[0], None, 1)  # first calls load kernels and make handles
+    trainer._accumulate(work, work.rows[0], work.shares[0], None)  # first calls load kernels and make handles
     torch.cuda.set_sync_debug_mode("error")
     try:
-        trainer._accumulate(work.rows[0], work.shares[0], None, 1)
+        trainer._accumulate(work, work.rows[0], work.shares[0], None)
     finally:
         torch.cuda.set_sync_debug_mode("default")
     assert torch.isfinite(torch.tensor(updater.step().grad_norm))
