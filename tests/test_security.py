@@ -71,7 +71,7 @@ def test_nothing_that_runs_what_it_reads_is_used():
 def test_no_deadline_depends_on_a_clock_that_can_be_set():
     """`time.time` tells people when something was; what is awaited is measured by the monotonic clock."""
     shown = {"agrpo/lifecycle.py", "agrpo/rollout/loop.py", "agrpo/rollout/judge.py", "agrpo/train/measure.py", "agrpo/config/runner.py"}
-    shown |= {"agrpo/serve/service.py", "agrpo/serve/answers.py", "agrpo/env/proxy/session.py"}
+    shown |= {"agrpo/serve/service.py", "agrpo/serve/answers.py", "agrpo/env/proxy/session.py", "agrpo/launch/server.py"}
     used = {
         str(path.relative_to(ROOT))
         for path in SOURCES
