@@ -9,6 +9,7 @@ class AgrpoError(Exception):
     """An error that ends the run; `exit_code` is what `agrpo` returns to the shell."""
 
     exit_code = 1
+    is_consequence = False  # of another process's end, whose reason is that of the run
 
 
 class ConfigError(AgrpoError):

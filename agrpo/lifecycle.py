@@ -129,10 +129,11 @@ class Life:
                 self._spans = path.open("a", buffering=1)
             self._spans.write(line)
 
-    def leave(self, code: int, reason: str, text: str = "") -> None:
+    def leave(self, code: int, reason: str, text: str = "", is_consequence: bool = False) -> None:
         """The exit code counts also where the disk takes no more."""
         self._turn("", time.time())
         record = {"process": self.name, "pid": os.getpid(), "code": code, "reason": reason, "text": text}
+        record["is_consequence"] = is_consequence
         try:
             write_atomic(self.run_dir / "state" / f"{self.name}.exit.json", json.dumps(record))
         except OSError as error:
@@ -197,7 +198,7 @@ def no_space(error: OSError, place: Path) -> ServerError:
 
 
 def _leave(life: Life, error: AgrpoError) -> int:
-    life.leave(error.exit_code, str(error), traceback.format_exc())
+    life.leave(error.exit_code, str(error), traceback.format_exc(), error.is_consequence)
     _say(f"{life.name}: {error}")
     return error.exit_code
 

@@ -47,11 +47,11 @@ class Gloo(Plain):
 class Run:
     """`agrpo train` on a tiny model, watched from outside; one group of four samples makes about half a step."""
 
-    def __init__(self, folder: Path, *overrides: str):
+    def __init__(self, folder: Path, *overrides: str, num_rows: int = 300):
         self.folder, self.out = folder, folder / "run"
         if not (folder / "model").exists():
             tiny_qwen3(folder / "model")
-        tiny_dataset(folder / "data.jsonl", num_rows=300)
+        tiny_dataset(folder / "data.jsonl", num_rows=num_rows)
         (folder / "restart_rewards.py").write_text(
             "def odd(completion_ids, **columns):\n    return [float(sum(i % 2 for i in ids)) for ids in completion_ids]\n"
         )

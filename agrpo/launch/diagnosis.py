@@ -58,14 +58,20 @@ def not_healthy(
 def cause(dead: list[Child]) -> Child:
     """Which of several dead processes came first: one killed from outside, else the first that left its reason.
 
-    A process that loses its peer ends by itself soon after, so a kill without a record precedes every record.
+    A process that loses its peer ends by itself soon after, so a kill without a record precedes every record. The peer may
+    take longer to end than the one that lost it.
     """
 
     def order(child: Child) -> tuple[int, float]:
         path = child.run_dir / "state" / f"{child.name}.exit.json"
-        return (0, 0.0) if not path.exists() else (1, path.stat().st_mtime)
+        return (0, 0.0) if not path.exists() else (1 + is_consequence(child), path.stat().st_mtime)
 
     return min(dead, key=order)
+
+
+def is_consequence(child: Child) -> bool:
+    """Whether a process ended only because it lost another."""
+    return bool((child.exit_record() or {}).get("is_consequence"))
 
 
 def _paragraph(head: str, child: Child, children: list[Child]) -> str:

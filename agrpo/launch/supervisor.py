@@ -36,6 +36,7 @@ TRAINER_GRACE_S = 6.0  # for the step in progress, after a failure
 SAVING_GRACE_S = 600.0  # for a checkpoint that is being written
 ROLLOUT_GRACE_S = 15.0  # for in-flight requests and environments at a normal end (ARCH-10)
 SERVER_GRACE_S = 3.0
+PEER_S = 15.0  # for a process that has closed its connection to end and say why
 
 
 class Interrupted(KeyboardInterrupt):
@@ -184,14 +185,20 @@ class Supervisor:
                 self.console.phase(child.name, phase)
 
     def _raise_if_dead(self) -> None:
-        dead = [child for child in self.children if not self._ended_well(child)]
-        if dead:
-            # A kill tears down its peers within moments; let records of the same event arrive before judging.
-            time.sleep(0.2)
-            dead = [child for child in self.children if not self._ended_well(child)]
-            first = diagnosis.cause(dead)
-            history = self.server.history if first is self.server.child else ""
-            raise diagnosis.died(first, self.children, history)
+        if not self._dead():
+            return
+        # A kill tears down its peers within moments; let records of the same event arrive before judging. Who lost a peer
+        # says nothing of why: that one may still be closing what it holds.
+        deadline = time.monotonic() + PEER_S
+        time.sleep(0.2)
+        while (dead := self._dead()) and all(map(diagnosis.is_consequence, dead)) and time.monotonic() < deadline:
+            time.sleep(0.1)
+        first = diagnosis.cause(dead)
+        history = self.server.history if first is self.server.child else ""
+        raise diagnosis.died(first, self.children, history)
+
+    def _dead(self) -> list[Child]:
+        return [child for child in self.children if not self._ended_well(child)]
 
     def _ended_well(self, child: Child) -> bool:
         """Running, or ended as it may: a trainer by itself or because it was asked, the rollout after its work."""

@@ -20,6 +20,8 @@ HANDSHAKE_S = 30.0
 class WireError(AgrpoError):
     """The channel broke or the other end is not who it says."""
 
+    is_consequence = True
+
 
 class Start(msgspec.Struct, tag=True, frozen=True):
     """First message to the rollout process: where the run stands (RES-4, RES-13)."""

@@ -47,11 +47,17 @@ GONE_S = 20.0  # after the end of the command, nothing may be left
 
 
 def run(
-    folder: Path, act: Callable, *overrides: str, says: str = "", at: int = 3, prepare: Callable = lambda folder: None
+    folder: Path,
+    act: Callable,
+    *overrides: str,
+    says: str = "",
+    at: int = 3,
+    prepare: Callable = lambda folder: None,
+    num_rows: int = 300,
 ) -> str:
     """Start, `act(run)` after step `at`, wait for the end; what the command's exit code was."""
     prepare(folder)
-    started = restarted.Run(folder, *overrides)
+    started = restarted.Run(folder, *overrides, num_rows=num_rows)
     (folder / "restart_rewards.py").write_text(REWARDS)
     try:
         started.await_step(at)
@@ -112,7 +118,7 @@ def on_small_disk(folder: Path) -> str:
         raise NotHereError("no right to mount a small file system") from error
     try:
         overrides = (ENDLESS, "checkpoint.save_steps=1")
-        return run(folder, lambda started: None, *overrides, says="takes no more", at=1)
+        return run(folder, lambda started: None, *overrides, says="then continue with run.resume=auto", at=1)
     finally:
         subprocess.run(["umount", "-l", str(folder / "run")], check=False)
 
@@ -149,7 +155,7 @@ FAULTS = [
     whole("run: scorer", "blocks for ever, without a limit", "exit code 6", lambda folder: run(
         folder, partial(mark, "spoil", "block"), ENDLESS, *STALL, "scorer.timeout=null", says="are being scored")),
     whole("run: scorer", "blocks for ever, with one", "exit code 5", lambda folder: run(
-        folder, partial(mark, "spoil", "block"), ENDLESS, *STALL, "scorer.timeout=1", says="groups in a row were not scored")),
+        folder, partial(mark, "spoil", "block"), ENDLESS, *STALL, "scorer.timeout=1", says="groups in a row were not scored", num_rows=3000)),
     whole("run: scorer", "returns NaN", "exit code 5",
           lambda folder: run(folder, partial(mark, "spoil", "nan"), ENDLESS, says="odd returned nan")),
     whole("run: user", "Ctrl-C", "exit code 130", lambda folder: run(folder, interrupted, ENDLESS)),

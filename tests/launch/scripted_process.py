@@ -15,8 +15,9 @@ import threading
 import time
 from pathlib import Path
 
-from agrpo.errors import ContractError
+from agrpo.errors import ContractError, StallError
 from agrpo.lifecycle import Life, run_process, write_atomic
+from agrpo.wire import WireError
 
 
 def train(run_dir: Path, life: Life, num_steps: int) -> None:
@@ -72,6 +73,21 @@ def raise_contract(run_dir: Path, life: Life) -> None:
     raise ContractError("reward pkg.mod.length returned 7 values for 8 completions")
 
 
+def close_first(run_dir: Path, life: Life) -> None:
+    """Closes its connection, and then takes a while to end."""
+    life.beat("generating")
+    (run_dir / "state" / "closed").touch()
+    time.sleep(2.0)
+    raise StallError("rollout.progress_timeout=6: 4 groups are being scored")
+
+
+def lose_peer(run_dir: Path, life: Life) -> None:
+    while not (run_dir / "state" / "closed").exists():
+        life.beat("waiting for samples")
+        time.sleep(0.05)
+    raise WireError("the rollout process closed the connection")
+
+
 def serve(port: int, status: int, is_labelled: bool, sick: Path) -> None:
     """Answers with 503 while the file `sick` is there, as vLLM does whose engine is gone."""
 
@@ -109,6 +125,8 @@ def main(name: str, run_dir: Path, script: str, port: int) -> int:
         "await_samples": lambda r, life: wait(r, life, "waiting for samples"),
         "await_trainer": lambda r, life: wait(r, life, "waiting for the trainer"),
         "contract": raise_contract,
+        "close_first": close_first,
+        "lose_peer": lose_peer,
     }
     return run_process(name, run_dir, bodies[script])
 

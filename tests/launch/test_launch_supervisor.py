@@ -200,6 +200,11 @@ def test_an_error_of_user_code_keeps_its_exit_code_and_text(tmp_path):
     assert (folder / "failure.txt").read_text() == err
 
 
+def test_the_reason_is_that_of_the_process_whose_peer_noticed_first(tmp_path):
+    code, _, err = Run(tmp_path / "run", ("healthy", "lose_peer", "train_on", "close_first")).end()
+    assert code == 6 and "rollout ended with exit code 6: rollout.progress_timeout=6: 4 groups are being scored" in err
+
+
 def test_a_hanging_trainer_is_killed(tmp_path):
     run = Run(tmp_path / "run", ("healthy", "train_on", "hang", "roll_out"))
     run.await_phase("trainer1", "stuck in a collective")
