@@ -28,6 +28,7 @@ from typing import TextIO
 from agrpo.errors import AgrpoError, ServerError
 
 WIRE_PORT, EXPORTED = "wire.port", "exported.step"  # files in state/
+FAILURE = "failure.txt"  # in the run's folder: why it failed, as it was printed
 # The disk is full, the quota is used up, the file may not grow: nothing that trying again would change.
 NO_SPACE = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 

@@ -16,8 +16,14 @@ def is_complete(folder: Path) -> bool:
 
 def complete(checkpoints: Path) -> list[Path]:
     """Complete checkpoints, oldest first."""
-    found = [(int(m[1]), path) for path in checkpoints.glob("step-*") if (m := _NAME.match(path.name))]
+    found = [(step, path) for path in checkpoints.glob("step-*") if (step := step_of(path)) is not None]
     return [path for _, path in sorted(found) if is_complete(path)]
+
+
+def step_of(folder: Path) -> int | None:
+    """The step that a checkpoint's name tells; None for a folder of another name."""
+    named = _NAME.match(folder.name)
+    return int(named[1]) if named else None
 
 
 def newest(checkpoints: Path) -> Path | None:
@@ -48,5 +54,5 @@ def start_of(resume: str | None, run_dir: Path) -> str:
     folder = resumed(resume, run_dir)
     if folder is None:
         return "fresh, from step 0"
-    named = _NAME.search(folder.name)
-    return f"step {int(named[1])} ({folder})" if named else str(folder)
+    step = step_of(folder)
+    return str(folder) if step is None else f"step {step} ({folder})"

@@ -58,6 +58,9 @@ class Devices:
         return ",".join(self.gpus[i].visible_id for i in indices)
 
 
+MOST_ASSUMED = 1024  # a mistyped index is refused, not planned for
+
+
 def assumed(tree: Mapping[str, Any]) -> Devices:
     """What a plan made on a machine without GPU assumes: GPUs of 80 GiB, as many as the unchecked configuration names.
 
@@ -76,9 +79,6 @@ def assumed(tree: Mapping[str, Any]) -> Devices:
 def _count(value: Any) -> int:
     """The value where it is a number of things; 0 where it is faulty, which the checks say."""
     return value if type(value) is int and value > 0 else 0
-
-
-MOST_ASSUMED = 1024  # a mistyped index is refused, not planned for
 
 
 def detect(environment: Mapping[str, str] | None = None) -> Devices:

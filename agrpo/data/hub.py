@@ -117,7 +117,11 @@ class HubRows:
 
     def __init__(self, dataset: Any):
         self._dataset = dataset
-        self.fingerprint = f"{len(dataset)}-{content_digest(dataset)}"
+
+    @functools.cached_property
+    def fingerprint(self) -> str:
+        # Read by the trainer alone; every process opens the data, and hashing all of it takes its time.
+        return f"{len(self._dataset)}-{content_digest(self._dataset)}"
 
     def __len__(self) -> int:
         return len(self._dataset)

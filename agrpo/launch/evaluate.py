@@ -16,7 +16,6 @@ from agrpo.config import Config
 from agrpo.errors import ConfigError, ServerError, StallError
 from agrpo.launch import check, diagnosis, plan, run_folder
 from agrpo.launch import job as jobs
-from agrpo.launch.processes import stop
 from agrpo.launch.server import Server, weight_label
 from agrpo.lifecycle import write_atomic
 from agrpo.metrics.console import Console
@@ -26,7 +25,6 @@ if TYPE_CHECKING:
     from agrpo.config.runner import Job
 
 FILE_NAME = "evaluation.json"
-SERVER_GRACE_S = 3.0
 LOOK_S = 0.5
 
 
@@ -56,8 +54,7 @@ def evaluate(job: Job, as_json: bool) -> None:
             check.raise_failed(check.rows_of(config, urls, run_dir))
             results, unscored = asyncio.run(_played(config, urls, server))
         finally:
-            if server.child is not None:
-                stop([server.child], SERVER_GRACE_S)
+            server.stop()
     answer = {"model": config.model.path, "evaluations": results}
     write_atomic(run_dir / FILE_NAME, json.dumps(answer, indent=1) + "\n")
     print(json.dumps(answer, indent=1)) if as_json else show(results, run_dir / FILE_NAME)

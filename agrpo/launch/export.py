@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from agrpo.config import Config, load
-from agrpo.config.checkpoint_folder import complete, is_complete
+from agrpo.config.checkpoint_folder import complete, is_complete, step_of
 from agrpo.errors import ConfigError
 from agrpo.lifecycle import exported_step
 
@@ -37,7 +37,7 @@ def source_of(path: Path) -> Source:
         if (path / "model" / "config.json").exists():
             # A run that was continued and did not finish has an older model beside its checkpoints.
             exported = exported_step(path)
-            is_older = newest is not None and exported is not None and exported < _step(newest)
+            is_older = newest is not None and exported is not None and exported < step_of(newest)
             return Source(path, newest if is_older else None)
         if newest is None:
             raise ConfigError(f"{path} has neither a folder model nor a checkpoint; continue it with run.resume=auto")
@@ -48,10 +48,6 @@ def source_of(path: Path) -> Source:
             raise ConfigError(f"{path} does not lie in its run: {run_dir}/config.yaml says how to read it, and is missing")
         return Source(run_dir, path)
     raise ConfigError(f"{path} is neither a run's folder nor one of its folders checkpoints/step-NNNNNN")
-
-
-def _step(checkpoint: Path) -> int:
-    return int(checkpoint.name.removeprefix("step-"))
 
 
 def export(path: Path, output: Path | None, kind: str | None, repo: str | None, private: bool = False) -> Path:

@@ -16,11 +16,10 @@ import agrpo
 from agrpo.config import Config, public, save
 from agrpo.errors import AgrpoError, ConfigError
 from agrpo.launch.plan import Ports, server_urls
-from agrpo.lifecycle import WIRE_PORT, Runtime, write_atomic
+from agrpo.lifecycle import FAILURE, WIRE_PORT, Runtime, write_atomic
 from agrpo.metrics.summary import FILE_NAME as SUMMARY
 
 PACKAGES = ("torch", "transformers", "vllm", "hydra-core", "numpy", "aiohttp")
-FAILURE = "failure.txt"
 
 
 def prepare(config: Config, overrides: list[str], ports: Ports) -> IO[str]:

@@ -22,6 +22,7 @@ from agrpo.launch.processes import Child, Launch, kill, spawn, stop
 from agrpo.lifecycle import Life
 from agrpo.metrics.console import Console
 
+GRACE_S = 3.0  # between SIGTERM and SIGKILL
 WINDOW_S = 3600.0  # over which restarts are counted
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.5, 30.0  # before a restart; a killed process gives a GPU's memory back a little later
 LOOK_EVERY_S, TELL_EVERY_S = 0.5, 5.0
@@ -62,11 +63,11 @@ class Server:
         self._console.phase("server", f"starting on {self._launch.devices}, log: {self._run_dir}/logs/server.log")
         self.child = spawn(self._launch, self._run_dir)
 
-    def stop(self, grace_s: float) -> None:
+    def stop(self) -> None:
         """The end of the run."""
         if self.child is not None:
             self._turn("")
-            stop([self.child], grace_s)
+            stop([self.child], GRACE_S)
 
     def await_healthy(self, look_around: Callable[[], None], children: Callable[[], list[Child]]) -> None:
         """At start: poll /health until it answers, at most `server.timeout` seconds (SRV-2); tells its progress.
@@ -194,7 +195,6 @@ class Server:
         self._state = state
         self._turn("serving" if state == "healthy" else "restarting" if self._restarts else "starting")
         self._since = self._told_at = self._well_at = time.monotonic()
-
 
     def _turn(self, what: str) -> None:
         """Its timeline, where it is a program that keeps none itself."""

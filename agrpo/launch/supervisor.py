@@ -35,7 +35,6 @@ from agrpo.metrics.tail import Tail
 TRAINER_GRACE_S = 6.0  # for the step in progress, after a failure
 SAVING_GRACE_S = 600.0  # for a checkpoint that is being written
 ROLLOUT_GRACE_S = 15.0  # for in-flight requests and environments at a normal end (ARCH-10)
-SERVER_GRACE_S = 3.0
 PEER_S = 15.0  # for a process that has closed its connection to end and say why
 
 
@@ -245,7 +244,7 @@ class Supervisor:
         stop(
             [c for c in (self.rollout, *self.trainers) if c is not None], 0.0
         )  # what they may have left in their groups
-        self.server.stop(SERVER_GRACE_S)
+        self.server.stop()
         return read_summary(self.run_dir)
 
     def written(self, summary: dict[str, Any]) -> dict[str, Path]:
@@ -264,7 +263,7 @@ class Supervisor:
         kill(self.trainers)
         if self.rollout is not None:
             stop([self.rollout], 1.0)
-        self.server.stop(SERVER_GRACE_S)
+        self.server.stop()
 
     def _await_trainers(self) -> None:
         """A few seconds for the step; as long as it takes, within reason, for a checkpoint that is being written."""

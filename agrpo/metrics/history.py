@@ -77,6 +77,11 @@ class History:
         error = _noise(self.values(name)) * math.sqrt(12 / (RECENT**3 - RECENT)) * (RECENT - 1)
         return change if abs(change) >= max(LIKELY * error, _rounding(self.values(name))) else 0.0
 
+    def sync_s_per_step(self) -> float | None:
+        """Seconds of a weight sync, over the steps from one to the next."""
+        sync_s = self.now("perf/weight_sync_s")
+        return None if sync_s is None else sync_s / self.setting("sync.every_steps", 1)
+
     def total(self, name: str) -> float:
         """Sum over the whole run, the first record included; for counts."""
         return float(sum(r[name] for r in self.records if isinstance(r.get(name), int | float)))

@@ -113,8 +113,8 @@ def concurrency(h: History) -> Finding | None:
 
 
 def slow_sync(h: History) -> Finding | None:
-    step_s, sync_s, every = h.now("perf/step_s"), h.now("perf/weight_sync_s"), h.setting("sync.every_steps", 1)
-    if not step_s or sync_s is None or sync_s / every / step_s < SLOW_SYNC:
+    step_s, sync_s, of_step_s = h.now("perf/step_s"), h.now("perf/weight_sync_s"), h.sync_s_per_step()
+    if not step_s or of_step_s is None or of_step_s / step_s < SLOW_SYNC:
         return None
     parts = {
         "waiting for the server's pause": h.now("perf/weight_sync_pause_s") or 0.0,
@@ -122,8 +122,9 @@ def slow_sync(h: History) -> Finding | None:
         "sending": h.now("perf/weight_sync_transfer_s") or 0.0,
     }
     longest = max(parts, key=lambda name: parts[name])
+    every = h.setting("sync.every_steps", 1)
     spans = f"of each {step_s:.2f} s step" if every == 1 else f"after every {every} steps of {step_s:.2f} s"
-    figure = f"the weight sync takes {sync_s:.2f} s {spans} ({share(sync_s / every / step_s)})"
+    figure = f"the weight sync takes {sync_s:.2f} s {spans} ({share(of_step_s / step_s)})"
     cause = f"most of it is {longest} ({parts[longest]:.2f} s)"
     return Finding(
         "slow-sync", NOTE, figure, cause, "Sync less often (samples age by as many steps), or make steps longer.",
@@ -134,9 +135,8 @@ def slow_sync(h: History) -> Finding | None:
 def stale(h: History) -> Finding | None:
     """Samples that were generated and then too old to train."""
     dropped = h.total("sample/dropped_stale_count")
-    trained = sum(h.values("batch/samples_per_step")) * h.setting(
-        "logger.logging_steps", 1
-    )  # a record has its steps' mean
+    # A record has the mean of its steps.
+    trained = sum(h.values("batch/samples_per_step")) * h.setting("logger.logging_steps", 1)
     if not dropped or dropped / (dropped + trained) < STALE:
         return None
     return Finding(

@@ -54,9 +54,7 @@ def measured(history: History) -> Split | None:
     step_s = history.now("perf/step_s")
     if step_s is None:
         return None
-    sync_s = (history.now("perf/weight_sync_s") or 0.0) / history.setting(
-        "sync.every_steps", 1
-    )  # a sync lasts that long
+    sync_s = history.sync_s_per_step() or 0.0
     busy_s = max(step_s - sync_s, 0.0)
     devices = history.setting("run.devices", {})
     return Split(

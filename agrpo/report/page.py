@@ -138,19 +138,7 @@ def _code(words: str) -> str:
 def _comparison(runs: list[RunFiles]) -> str:
     """One row per run: what differs in the configuration, and what came of it."""
     differing = differences([run.settings for run in runs])
-    heads = [
-        "run",
-        *differing,
-        "ended",
-        "steps",
-        "reward",
-        "best",
-        "evaluation",
-        "step s",
-        "tokens/s",
-        "waits",
-        "verdicts",
-    ]
+    heads = ["run", *differing, "ended", "steps", "reward", "best", "evaluation", "step s", "tokens/s", "waits", "verdicts"]
     rows = []
     for index, run in enumerate(runs):
         found = findings(run.records, run.settings)

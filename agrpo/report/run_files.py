@@ -11,10 +11,10 @@ from typing import Any
 import yaml
 
 from agrpo.errors import ConfigError
+from agrpo.lifecycle import FAILURE
 from agrpo.metrics.sinks import read_lines, read_records
 from agrpo.metrics.summary import FILE_NAME
 
-FAILURE = "failure.txt"  # why a run failed, as it was printed
 _LONGEST_CAUSE = 4000  # characters
 _DEPTH = 4  # folders between a sweep's folder, or `runs`, and a run in it
 

@@ -88,10 +88,10 @@ class Trainer:
         """Gradients of every microbatch, each sample with its exact share of the loss, then an update; mostly one."""
         self.timer.start()
         proximal = self.proximal.of(self.model, work.rows, work.num_updates, self.ranks.device)
-        size, optimizer_s = len(work.rows) // work.num_updates, 0.0
+        optimizer_s = 0.0
         for number, (row, shares, before) in enumerate(zip(work.rows, work.shares, proximal, strict=True), 1):
             self._accumulate(work, row, shares, before)
-            if number % size == 0:
+            if number % work.microbatches_per_update == 0:
                 self.timer.stop()
                 optimizer_s += self._update(work.index)
                 self.timer.start()
@@ -109,7 +109,7 @@ class Trainer:
             proximal_logprobs=proximal,
         )
         share = torch.from_numpy(shares).to(self.ranks.device, non_blocking=True)
-        value = (self.loss(terms) * share[terms.sample_index]).sum() + self._balance(terms, len(work.rows) // work.num_updates)
+        value = (self.loss(terms) * share[terms.sample_index]).sum() + self._balance(terms, work.microbatches_per_update)
         self.forward_timer.stop()
         self.updater.backward(value)
         self.figures.add(self.loss, terms, value / work.num_updates)

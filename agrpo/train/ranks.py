@@ -37,6 +37,10 @@ class Work:
     ] = ()  # per microbatch: [samples of the row] float32, what a term of the sample counts
     num_updates: int = 1  # equal parts of the microbatches, each with an update of its own
 
+    @property
+    def microbatches_per_update(self) -> int:
+        return len(self.rows) // self.num_updates
+
 
 IDLE, RESEND, END = Work("idle"), Work("resend"), Work("end")
 
