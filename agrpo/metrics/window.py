@@ -40,9 +40,7 @@ class Window:
         held = self._values.get(name)
         if held is None:
             self._values[name] = [value, weight]
-            return
-        reduction = reduction_of(name)
-        if reduction in _ADDED:
+        elif (reduction := reduction_of(name)) in _ADDED:
             held[0] += value
             held[1] += weight
         elif reduction == "last":

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
-
-import numpy as np
 
 from agrpo.env.stitch import chains_of, drift_tokens
 from agrpo.types import Group, Rollout, Turn
@@ -24,9 +23,10 @@ def record_played(window: Any, group: Group, num_slots: int) -> None:
     if not usable:
         return
     _record_lengths(window, usable)
-    window.add("rollout/duration_s", sum(r.duration_s for r in usable), len(usable))
-    window.add("rollout/turns_mean", sum(len(r.turns) for r in usable), len(usable))
-    window.add("rollout/turns_max", max(len(r.turns) for r in usable))
+    window.add("rollout/duration_s", sum([r.duration_s for r in usable]), len(usable))
+    num_turns = [len(r.turns) for r in usable]
+    window.add("rollout/turns_mean", sum(num_turns), len(usable))
+    window.add("rollout/turns_max", max(num_turns))
     _record_forks(window, usable)
 
 
@@ -50,7 +50,7 @@ def _record_lengths(window: Any, usable: list[Rollout]) -> None:
             window.add(f"completions/max_{kind}length", max(values))
     window.add("rollout/generated_tokens_per_s", sum(lengths), 0)
     window.add("completions/clipped_ratio", len(lengths) - len(ended), len(lengths))
-    distinct = {tuple([_generated(t) for t in r.turns]) for r in usable}
+    distinct = {_generated(r.turns[0]) if len(r.turns) == 1 else tuple(map(_generated, r.turns)) for r in usable}
     window.add("completions/duplicate_frac", len(usable) - len(distinct), len(usable))
 
 
@@ -63,10 +63,14 @@ def _is_plain(rollout: Rollout) -> bool:
     return len(rollout.turns) == 1 and rollout.row_offsets is None
 
 
+def _is_trained(turn: Turn) -> bool:
+    """Any token of it; by the bytes of the mask, which for a short one is a tenth of the time of numpy's `any`."""
+    return b"\x01" in turn.output_mask.tobytes()
+
+
 def _record_forks(window: Any, usable: list[Rollout]) -> None:
     num_samples = sum(
-        bool(r.turns[0].output_mask.any()) if _is_plain(r) else sum(any(t.output_mask.any() for t in c) for c in chains_of(r))
-        for r in usable
+        [_is_trained(r.turns[0]) if _is_plain(r) else sum(any(map(_is_trained, c)) for c in chains_of(r)) for r in usable]
     )
     window.add("rollout/samples_per_rollout", num_samples, len(usable))
     joined = [r for r in usable if r.row_offsets is None and len(r.turns) > 1]  # separate rows are no forks
@@ -82,16 +86,15 @@ def record_scored(window: Any, group: Group, has_signal: bool, dropped: bool) ->
     """Rewards of a scored group; `has_signal` = at least two scored rewards that differ."""
     usable = group.usable
     for name in {name: None for r in usable for name in r.rewards}:
-        values = [r.rewards[name] for r in usable if r.rewards.get(name) is not None]
+        values = [value for value in [r.rewards.get(name) for r in usable] if value is not None]
         if values:
             window.add(f"rewards/{name}/mean", sum(values), len(values))
-    rewards = np.array([r.reward for r in usable], np.float64)
-    scored = rewards[~np.isnan(rewards)]
+    scored = [reward for reward in [r.reward for r in usable] if not math.isnan(reward)]
     window.add("frac_reward_zero_std", float(not has_signal), 1)
-    if len(scored):
-        window.add("reward", scored.sum(), len(scored))
+    if scored:
+        window.add("reward", sum(scored), len(scored))
         if dropped:
-            window.add("reward_dropped", scored.sum(), len(scored))
+            window.add("reward_dropped", sum(scored), len(scored))
 
 
 def record_trainable(window: Any, num_trainable: int, num_slots: int) -> None:

@@ -1,9 +1,9 @@
 """Evaluation beside training: wall time of steps with evaluations over that of steps without, at equal generation load.
 
 As `overlap`: the real rollout process, feed and evaluations, a stub server of a known rate, a trainer that only sleeps. One
-run, in turns of ten steps: without, then with two evaluations that each ask for as many tokens as a step; meanwhile the
-server is faster by just that, so that as much is left for training. Syncs that fall due while one runs are left out. Bar: at
-most 1.05, with every result of one version and none given up.
+run, in turns of ten steps: without, then with two evaluations of 64 answers each; meanwhile the server is faster by just
+their tokens over the seconds of the turn before, so that as much is left for training. Syncs that fall due while one runs
+are left out. Bar: at most 1.05, with every result of one version and none given up.
 """
 
 from __future__ import annotations
@@ -44,12 +44,19 @@ class InTurns:
             self.walls[is_beside if place else not is_beside] += now - self.began
         self.began = now
         if step >= WARM_UP and place == 0:
-            control(self.url, tokens_per_s=TOKENS_PER_S * (1 + is_beside * len(ASKED_AT) / TURN))
+            control(self.url, tokens_per_s=self.rate(turn))
         self.trainer.is_synced = False
         if self.evaluations.lets_sync():
             self.trainer.version, self.trainer.is_synced = self.trainer.version + 1, True
             self.feeder.synced(self.trainer.version)
         self.evaluations.ask_due(int(not (is_beside and step > WARM_UP and place in ASKED_AT)), is_last=False)
+
+    def rate(self, turn: int) -> float:
+        """Of the server. Not by shares of a step: how many samples make one is the planner's choice."""
+        if turn % 2 == 0:
+            return TOKENS_PER_S
+        turn_s = self.walls[False] / (turn // 2 + 1)
+        return TOKENS_PER_S + len(ASKED_AT) * SAMPLES_PER_STEP * TOKENS / turn_s
 
 
 def run() -> list[dict]:
