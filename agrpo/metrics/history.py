@@ -38,6 +38,11 @@ class History:
         found = [r[name] for r in usable if isinstance(r.get(name), int | float)]
         return [float(v) for v in found if np.isfinite(v)]
 
+    def pairs(self, *names: str) -> list[tuple[float, ...]]:
+        """The values of these metrics in each record that has a finite number for all of them."""
+        found = [tuple(r.get(name, math.nan) for name in names) for r in self.records]
+        return [values for values in found if all(isinstance(v, int | float) and math.isfinite(v) for v in values)]
+
     def now(self, name: str) -> float | None:
         """Mean of the last RECENT windows; None where the metric was never logged."""
         values = self.values(name)[-RECENT:]
@@ -53,6 +58,16 @@ class History:
         """(the best mean of BRIEF or of RECENT windows, the mean of as many at the end) where the end lies lower by
         `least` and by more than noise explains; None else."""
         return _fall(self.values(name), least)
+
+    def fall_from_start(self, name: str, least: float) -> tuple[float, float] | None:
+        """(the first value, the mean of the last RECENT) where that is lower by `least` and by more than noise explains;
+        None else, and with fewer than 2 RECENT. A fall within BRIEF records leaves no high mean that `fall` could find."""
+        values = self.values(name)
+        if len(values) < 2 * RECENT:
+            return None
+        first, now = values[0], math.fsum(values[-RECENT:]) / RECENT
+        error = math.hypot(_noise(values), _error_of_mean(values, RECENT))
+        return (first, now) if first - now >= max(least, CERTAIN * error, _rounding(values)) else None
 
     def has_risen(self, name: str, least: float) -> bool:
         """The same upwards: whether the end lies above the lowest means."""

@@ -46,11 +46,13 @@ def bottleneck(h: History) -> Finding | None:
 
 def _generation_bound(h: History, wait: str) -> Finding:
     """Training waits: for groups with signal, for scoring, for places, for a server that is full, or for generation itself (DIAG-2)."""
-    without_signal = h.now("frac_reward_zero_std") or 0.0
+    without_signal, places = h.now("frac_reward_zero_std") or 0.0, _too_few_places(h)
     if without_signal >= FEW_SIGNALS:
+        also = f" {places}: more at once may give them sooner." if places else ""
         return Finding(
             "few-signals", WARNING, f"{wait}; {share(without_signal)} of the groups have equal rewards",
-            "they give no gradient, so a step needs many groups", "The verdict on the rewards says why.",
+            "they give no gradient, so a step needs many groups", f"The verdict on the rewards says why.{also}",
+            _more(h, "rollout.max_concurrent_rollouts", 512) if places else "",
         )  # fmt: skip
     scoring = _scoring(h)
     if scoring:
@@ -58,14 +60,13 @@ def _generation_bound(h: History, wait: str) -> Finding:
             "scoring-bound", WARNING, f"{wait}; {scoring}", "scoring keeps up with generation hardly or not at all", "Score more groups at once, or make the slowest reward function faster.",
             _more(h, "scorer.max_concurrent_groups", 8),
         )  # fmt: skip
-    flying, cap = h.now("rollout/concurrency"), h.now("rollout/concurrency_cap")
-    maximum, usage = h.setting("rollout.max_concurrent_rollouts", 512), h.now("rollout/vllm_kv_cache_usage_frac") or 0.0
-    if flying is not None and flying >= REACHED * maximum and usage < LOW_KV_USAGE:
+    if places:
         return Finding(
-            "too-few-places", WARNING, f"{wait}; {flying:.0f} of at most {maximum} rollouts are in flight and the "
-            f"KV cache is {share(usage)} full", "the server could do more at once than it is given",
+            "too-few-places", WARNING, f"{wait}; {places}", "the server could do more at once than it is given",
             "Raise the limit as far as tools and environments allow.", _more(h, "rollout.max_concurrent_rollouts", 512),
         )  # fmt: skip
+    flying, cap = h.now("rollout/concurrency"), h.now("rollout/concurrency_cap")
+    maximum, usage = h.setting("rollout.max_concurrent_rollouts", 512), h.now("rollout/vllm_kv_cache_usage_frac") or 0.0
     if flying is not None and cap is not None and cap < maximum and flying >= REACHED * cap:
         return Finding(
             "server-full", WARNING, f"{wait}; {flying:.0f} rollouts are in flight, the cap that the server's load sets is "
@@ -76,6 +77,15 @@ def _generation_bound(h: History, wait: str) -> Finding:
         "generation-bound", WARNING, wait, "generation is slower than training",
         "Give generation more devices (see the split below), or let answers be shorter.", "",
     )  # fmt: skip
+
+
+def _too_few_places(h: History) -> str:
+    """Words where as many rollouts are in flight as may be, and the server has room for more; else empty."""
+    flying, maximum = h.now("rollout/concurrency"), h.setting("rollout.max_concurrent_rollouts", 512)
+    usage = h.now("rollout/vllm_kv_cache_usage_frac") or 0.0
+    if flying is None or flying < REACHED * maximum or usage >= LOW_KV_USAGE:
+        return ""
+    return f"{flying:.0f} of at most {maximum} rollouts are in flight and the KV cache is {share(usage)} full"
 
 
 def _scoring(h: History) -> str:

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import math
+
 from agrpo.metrics.findings import FINE, NOTE, WARNING, Finding, share
-from agrpo.metrics.history import RECENT, History
+from agrpo.metrics.history import LIKELY, RECENT, History
 
 SATURATED = 0.5  # share of groups without signal (DIAG-3)
 EDGE = 0.1  # part of the reward range that counts as its end (DIAG-3)
 MOVED = 0.05  # part of the range, or of all groups, that counts as a trend over RECENT windows
 FALLEN = 0.2  # part of the range that the reward may lie below its best
 FEWEST = 4  # records that say whether it does
+CI95 = 1.96  # standard errors in half of an evaluation's interval
 COPIES = 0.9  # of (G - 1)/G (DIAG-4)
 TRUNCATED, MOSTLY_TRUNCATED = 0.1, 0.3  # shares of the rollouts
 OUT_OF_RANGE = 0.1  # share of the trained tokens
@@ -101,7 +104,8 @@ def fallen(h: History) -> Finding | None:
     values = h.values("reward")
     if len(values) < FEWEST or _is_regression(h):
         return None
-    found = h.fall("reward", FALLEN * _span(h))
+    least = FALLEN * _span(h)
+    found = h.fall("reward", least) or h.fall_from_start("reward", least)
     if found is None:
         return None
     best, now = found
@@ -111,13 +115,36 @@ def fallen(h: History) -> Finding | None:
     )  # fmt: skip
 
 
+def evaluation(h: History) -> Finding | None:
+    """The last result of an evaluation lies below an earlier one by more than the intervals of both explain."""
+    for name in h.names("eval/", "/reward"):
+        results = h.pairs(f"eval/{name}/reward", f"eval/{name}/reward_ci95")
+        if len(results) < 2:
+            continue
+        (best, best_ci), (now, now_ci) = max(results[:-1]), results[-1]
+        if best - now < max(MOVED * _span(h), LIKELY / CI95 * math.hypot(best_ci, now_ci)):
+            continue
+        figure = f"evaluation {name} gives {now:.3g} +- {now_ci:.2g}, it gave {best:.3g} +- {best_ci:.2g}"
+        if h.has_risen("reward", MOVED * _span(h)) and fallen(h) is None:
+            return Finding(
+                "overfitting", WARNING, figure, "the reward in training has risen meanwhile: what was learned holds for its "
+                "prompts or its reward functions only", "Give more and other prompts, or stop earlier; read what earns a reward: "
+                "agrpo view RUN.",
+            )  # fmt: skip
+        return Finding(
+            "worse-evaluation", WARNING, figure, "the policy has become worse",
+            "Continue from a checkpoint before that with a lower learning rate.", _less_rate(h),
+        )  # fmt: skip
+    return None
+
+
 def copies(h: History) -> Finding | None:
     """DIAG-4: the rollouts of a group are the same tokens."""
     duplicates, size = h.now("completions/duplicate_frac"), h.setting("rollout.group_size", 8)
     if duplicates is None or size < 2:
         return None
     figure = f"{share(duplicates)} of the rollouts repeat another one of their group"
-    if duplicates >= COPIES * (size - 1) / size and not _is_learned(h):
+    if duplicates >= COPIES * (size - 1) / size and not _is_learned(h) and not _has_learned(h):
         return Finding(
             "copies", WARNING, figure, f"with groups of {size}, {share((size - 1) / size)} would be copies only",
             "Sampling is not random, or the policy has collapsed: look at the temperature and at the entropy.",
@@ -149,8 +176,8 @@ def _is_learned(h: History) -> bool:
 
 
 def _has_learned(h: History) -> bool:
-    """Whether the reward is higher than it once was by more than noise, and does not fall now."""
-    return h.has_risen("reward", MOVED * _span(h)) and (h.drift("reward") or 0.0) >= 0
+    """Whether the reward is higher than it once was by more than noise, has never fallen and does not fall now."""
+    return h.has_risen("reward", MOVED * _span(h)) and (h.drift("reward") or 0.0) >= 0 and fallen(h) is None
 
 
 def _span(h: History) -> float:
@@ -244,5 +271,5 @@ def _longer(h: History) -> str:
 
 
 RULES = (
-    saturation, fallen, copies, truncated, dead_reward, mismatch, out_of_range, low_mass, clipped_gradient
+    saturation, fallen, evaluation, copies, truncated, dead_reward, mismatch, out_of_range, low_mass, clipped_gradient
 )  # fmt: skip

@@ -40,6 +40,11 @@ def ramp(first, last, num=12):
     return lambda i: first + (last - first) * max(i - (num - 10), 0) / 9
 
 
+def at_the_ends(first, last, num=12):
+    """Only the first and the last of `num` records have it."""
+    return lambda i: {0: first, num - 1: last}.get(i)
+
+
 def test_a_healthy_run_needs_nothing():
     assert {name: f.level for name, f in found().items()} == {"healthy": "fine", "balanced": "fine"}
 
@@ -91,6 +96,14 @@ BOTH_SIDES = [
     ("regression", {"frac_reward_zero_std": ramp(0.2, 0.26), "reward": ramp(0.6, 0.54)},
      {"frac_reward_zero_std": ramp(0.2, 0.24), "reward": ramp(0.6, 0.54)}),
     ("fallen", {"num": 20, "reward": lambda i: 0.7 if i < 9 else 0.49}, {"num": 20, "reward": lambda i: 0.7 if i < 9 else 0.51}),
+    # 3 standard errors of a difference of two results of +- 0.04: 3 * sqrt(2) * 0.04 / 1.96 = 0.0866
+    ("worse-evaluation", {"eval__held/reward": at_the_ends(0.6, 0.513), "eval__held/reward_ci95": at_the_ends(0.04, 0.04)},
+     {"eval__held/reward": at_the_ends(0.6, 0.514), "eval__held/reward_ci95": at_the_ends(0.04, 0.04)}),
+    ("worse-evaluation", {"eval__held/reward": at_the_ends(0.6, 0.54), "eval__held/reward_ci95": at_the_ends(0.01, 0.01)},
+     {"eval__held/reward": at_the_ends(0.6, 0.56), "eval__held/reward_ci95": at_the_ends(0.01, 0.01)}),
+    ("overfitting", {"eval__held/reward": at_the_ends(0.6, 0.5), "eval__held/reward_ci95": at_the_ends(0.04, 0.04),
+                     "reward": ramp(0.5, 0.8)},
+     {"eval__held/reward": at_the_ends(0.6, 0.5), "eval__held/reward_ci95": at_the_ends(0.04, 0.04), "reward": 0.5}),
     ("copies", {"completions__duplicate_frac": 0.79}, {"completions__duplicate_frac": 0.78}),  # 0.9 * 7/8 = 0.7875
     ("collapse", {"completions__duplicate_frac": ramp(0.2, 0.26), "entropy": ramp(1.0, 0.8)},
      {"completions__duplicate_frac": ramp(0.2, 0.24), "entropy": ramp(1.0, 0.8)}),
@@ -140,6 +153,30 @@ def test_a_run_that_fell_early_is_not_told_that_its_prompts_are_too_hard():
     verdicts = found(num=5, reward=lambda i: early[i], frac_reward_zero_std=0.9, reward_dropped=0.0)
     assert "it was 0.615" in verdicts["fallen"].text and "stuck-low" not in verdicts
     assert verdicts["fallen"].override == "optimizer.learning_rate=0.0001"
+
+
+def test_a_run_that_fell_at_once_and_creeps_up_again_has_fallen():
+    """The reward of a quickstart with three times its learning rate: no three records in a row are high."""
+    course = [0.58, 0.38, 0.2, 0.26, 0.15, 0.19, 0.2, 0.16, 0.2, 0.25, 0.22, 0.25, 0.22, 0.22, 0.21, 0.21, 0.21, 0.26, 0.23, 0.29,
+              0.29, 0.24, 0.18, 0.17, 0.2, 0.22, 0.27, 0.24, 0.26, 0.27, 0.37, 0.33, 0.27, 0.24, 0.35, 0.33, 0.36, 0.23, 0.28, 0.33]  # fmt: skip
+    verdicts = found(num=40, reward=lambda i: course[i], completions__duplicate_frac=0.8)
+    assert "is 0.309, it was 0.58" in verdicts["fallen"].text
+    assert "copies" in verdicts  # that it has risen since is no excuse for them
+
+
+def test_a_policy_that_has_learned_repeats_its_right_answers():
+    """The last records neither rise nor lie within a tenth of the best reward."""
+    learned = {"reward": lambda i: min(0.57 + 0.02 * i, 0.88), "completions__duplicate_frac": 0.81}
+    assert "copies" not in found(num=40, **learned)
+
+
+def test_too_few_places_are_named_where_most_groups_are_equal_too():
+    waiting = {"perf__rollout_wait_s": 5, "frac_reward_zero_std": 0.6, "rollout__concurrency": 64}
+    verdict = found(**waiting)["few-signals"]
+    assert "64 of at most 64 rollouts are in flight and the KV cache is 0 % full" in verdict.change
+    assert verdict.override == "rollout.max_concurrent_rollouts=128"
+    verdict = found(**{**waiting, "rollout__concurrency": 30})["few-signals"]
+    assert verdict.change == "The verdict on the rewards says why." and not verdict.override
 
 
 def test_copies_of_right_answers_are_no_fault():
