@@ -30,6 +30,7 @@ class Finding:
     cause: str  # what that means
     change: str = ""  # what to do
     override: str = ""  # the same for the command line, where a setting does it
+    see: str = ""  # the rule whose finding has the cause of this one
 
     @property
     def text(self) -> str:
@@ -62,7 +63,8 @@ def closing(run_dir: Path, most: int = 3) -> list[str]:
     except Exception as error:  # the run is over and saved: advice on it must not make it a failed one
         return [f"no verdict: {type(error).__name__}: {error}"]
     urgent = [f for f in found if f.level == WARNING][:most]
-    return [f"{f.rule}: {f.text} {f.override}".rstrip() for f in urgent or found[:1]]
+    causes = [f for f in found if f.rule in {u.see for u in urgent} and f not in urgent]
+    return [f"{f.rule}: {f.text} {f.override}".rstrip() for f in [*urgent, *causes] or found[:1]]
 
 
 def share(value: float) -> str:

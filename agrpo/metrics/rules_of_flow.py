@@ -5,6 +5,7 @@ from __future__ import annotations
 from agrpo.metrics.diagnose import HIGH, LOW_KV_USAGE, REACHED
 from agrpo.metrics.findings import FINE, NOTE, WARNING, Finding, share
 from agrpo.metrics.history import History
+from agrpo.metrics.rules_of_signal import fallen, saturation
 
 FEW_SIGNALS = 0.5  # share of the groups
 SCORING = 0.8  # share of the places for scoring
@@ -48,11 +49,14 @@ def _generation_bound(h: History, wait: str) -> Finding:
     """Training waits: for groups with signal, for scoring, for places, for a server that is full, or for generation itself (DIAG-2)."""
     without_signal, places = h.now("frac_reward_zero_std") or 0.0, _too_few_places(h)
     if without_signal >= FEW_SIGNALS:
-        also = f" {places}: more at once may give them sooner." if places else ""
+        why = saturation(h) or fallen(h)
+        change = [f"The verdict {why.rule} says why."] if why else []
+        if places:
+            change.append(f"{places}: more at once may give them sooner.")
         return Finding(
             "few-signals", WARNING, f"{wait}; {share(without_signal)} of the groups have equal rewards",
-            "they give no gradient, so a step needs many groups", f"The verdict on the rewards says why.{also}",
-            _more(h, "rollout.max_concurrent_rollouts", 512) if places else "",
+            "they give no gradient, so a step needs many groups", " ".join(change),
+            _more(h, "rollout.max_concurrent_rollouts", 512) if places else "", why.rule if why else "",
         )  # fmt: skip
     scoring = _scoring(h)
     if scoring:

@@ -176,7 +176,7 @@ def test_too_few_places_are_named_where_most_groups_are_equal_too():
     assert "64 of at most 64 rollouts are in flight and the KV cache is 0 % full" in verdict.change
     assert verdict.override == "rollout.max_concurrent_rollouts=128"
     verdict = found(**{**waiting, "rollout__concurrency": 30})["few-signals"]
-    assert verdict.change == "The verdict on the rewards says why." and not verdict.override
+    assert verdict.change == "The verdict mixed says why." and not verdict.override
 
 
 def test_copies_of_right_answers_are_no_fault():

@@ -95,6 +95,17 @@ def test_the_end_of_a_run_names_what_is_urgent_in_few_lines(tmp_path):
     assert [line.split(":")[0] for line in closing(tmp_path)] == ["balanced"]
 
 
+def test_the_end_of_a_run_gives_the_cause_that_an_urgent_verdict_names(tmp_path):
+    write_run(tmp_path, scorer={"reward_range": [0.0, 1.0]})
+    (tmp_path / "metrics.jsonl").write_text("")
+    equal = {"frac_reward_zero_std": 0.6, "reward": 0.9, "reward_dropped": 1.0}
+    append(tmp_path, 1, 12, **{"perf/rollout_wait_s": 1.0, **equal})
+    lines = closing(tmp_path)
+    assert [line.split(":")[0] for line in lines] == ["few-signals", "solved"]
+    assert "The verdict solved says why." in lines[0]
+
+
+
 def test_both_commands_from_the_command_line(tmp_path):
     from typer.testing import CliRunner
 
