@@ -13,6 +13,7 @@ import ctypes
 import dataclasses
 import errno
 import faulthandler
+import gc
 import json
 import os
 import signal
@@ -21,7 +22,7 @@ import threading
 import time
 import traceback
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TextIO
 
@@ -145,6 +146,16 @@ class Life:
         path = self.run_dir / "state" / f"{self.name}.stacks"
         path.parent.mkdir(parents=True, exist_ok=True)
         faulthandler.register(signal.SIGUSR1, path.open("w"), all_threads=True)
+
+
+@contextlib.contextmanager
+def without_collector() -> Iterator[None]:
+    """For imports and loading: what they make stays, and looking through it again and again is a fifth of their time."""
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
 
 
 def die_with_parent() -> None:

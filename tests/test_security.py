@@ -82,7 +82,8 @@ def test_no_deadline_depends_on_a_clock_that_can_be_set():
 
 
 def test_code_that_ships_with_a_model_is_not_run_unless_asked_for(tmp_path):
-    from agrpo.model.load import load_model, load_tokenizer
+    from agrpo.model.load import load_model
+    from agrpo.model.tokenizer import load_tokenizer
     from agrpo.sections import Model
 
     folder, mark = tiny_qwen3(tmp_path / "model"), tmp_path / "ran"

@@ -80,7 +80,7 @@ def data(config: Config, folder: Path, tell: Tell) -> None:
     """The rows, the first prompt as the model reads it, and whether the template keeps what it has rendered."""
     as_rollout()
     from agrpo.env.render import Renderer
-    from agrpo.model.load import load_tokenizer
+    from agrpo.model.tokenizer import load_tokenizer
 
     rows, prompts = first_prompts(config, 64)
     size = f"{len(rows)} rows" if hasattr(rows, "__len__") else "no rows of its own" if rows is None else "a stream"
@@ -123,7 +123,7 @@ def rewards(config: Config, folder: Path, tell: Tell) -> None:
 
 
 async def _rewards(config: Config, tell: Tell) -> None:
-    from agrpo.model.load import load_tokenizer
+    from agrpo.model.tokenizer import load_tokenizer
     from agrpo.types import Group
 
     _, prompts = first_prompts(config, NUM_PROMPTS)
@@ -183,7 +183,7 @@ def tools(config: Config, folder: Path, tell: Tell) -> None:
 
 async def _tools(config: Config, tell: Tell) -> None:
     from agrpo.env.resolve import open_player
-    from agrpo.model.load import load_tokenizer
+    from agrpo.model.tokenizer import load_tokenizer
     from agrpo.rollout.__main__ import start_player
 
     tokenizer = load_tokenizer(config.model)
@@ -289,7 +289,7 @@ def _smallest(config: Config, run_dir: Path) -> Config:
 
 def _longest_prompt(config: Config) -> int:
     from agrpo.env.render import Renderer
-    from agrpo.model.load import load_tokenizer
+    from agrpo.model.tokenizer import load_tokenizer
 
     _, prompts = first_prompts(config, NUM_PROMPTS)
     renderer = Renderer(load_tokenizer(config.model), config.sampler.chat_template_kwargs)

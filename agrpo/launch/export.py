@@ -91,7 +91,8 @@ def _write(source: Source, config: Config, kind: str, path: Path) -> None:
 
 def _write_merged(checkpoint: Path, config: Config, path: Path) -> None:
     from agrpo.model import checkpoint as checkpoints
-    from agrpo.model.load import load_model, load_tokenizer
+    from agrpo.model.load import load_model
+    from agrpo.model.tokenizer import load_tokenizer
 
     # Nothing is forwarded here, so a back end that needs a GPU is no hindrance.
     model = load_model(dataclasses.replace(config.model, attention_backend="auto"), "cpu")

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from agrpo.errors import ConfigError
+from agrpo.model.tokenizer import first_line
 
 NAME = "default"  # of the one adapter, inside the model only
 PEFT_PREFIX = "base_model.model."
@@ -172,8 +173,3 @@ def _refuse_targets(model: torch.nn.Module, lora: Any) -> None:
         )
     if not any(True for _ in _layers(model)):
         raise ConfigError(f"model.lora.target_modules: {lora.target_modules} names no module of {type(model).__name__}")
-
-
-def first_line(error: BaseException) -> str:
-    return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
-

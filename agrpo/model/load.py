@@ -1,4 +1,4 @@
-"""Model and tokenizer from a hub id or a folder, ready for tree rows; what cannot be trained exactly is refused."""
+"""The model from a hub id or a folder, ready for tree rows; what cannot be trained exactly is refused."""
 
 from __future__ import annotations
 
@@ -11,9 +11,10 @@ import transformers
 
 from agrpo.errors import ConfigError
 from agrpo.model import attention, delta, moe
-from agrpo.model.adapter import add_adapter, first_line
+from agrpo.model.adapter import add_adapter
 from agrpo.model.shard import COMPUTE_DTYPES
 from agrpo.model.terms import bind
+from agrpo.model.tokenizer import first_line, source
 from agrpo.model.weights import text_parameters
 
 LAYER_TYPES = ("full_attention", "sliding_attention", delta.KIND)
@@ -30,7 +31,7 @@ def load_model(
     or trained exactly (MODEL-1, MODEL-2, COMPAT-5, 10, 11).
     """
     config = _opened(section)
-    kwargs = {"dtype": section.dtype, **_source(section), **section.init_kwargs}
+    kwargs = {"dtype": section.dtype, **source(section), **section.init_kwargs}
     kwargs["attn_implementation"] = attention.implementation(section.attention_backend)
     loader = _loader(config)
     try:
@@ -53,7 +54,7 @@ def load_model(
 def skeleton(section: Any) -> torch.nn.Module:
     """As `load_model`, without storage and values; raises ConfigError for what the configuration alone refuses."""
     config = _opened(section)
-    kwargs = {"attn_implementation": attention.implementation(section.attention_backend), **_source(section)}
+    kwargs = {"attn_implementation": attention.implementation(section.attention_backend), **source(section)}
     if section.dtype != "auto":
         kwargs["dtype"] = getattr(torch, section.dtype)
     with torch.device("meta"):
@@ -98,30 +99,11 @@ def load_config(section: Any) -> Any:
     """The model's transformers configuration; raises ConfigError."""
     kwargs = {k: section.init_kwargs[k] for k in ("revision", "gguf_file", "subfolder") if k in section.init_kwargs}
     try:
-        return transformers.AutoConfig.from_pretrained(section.path, **_source(section), **kwargs)
+        return transformers.AutoConfig.from_pretrained(section.path, **source(section), **kwargs)
     except (OSError, ValueError, KeyError) as error:
         if "trust_remote_code" in str(error):
             raise ConfigError(f"model.trust_remote_code must be true: {section.path} ships its own code") from error
         raise ConfigError(f"model.path: {section.path} cannot be loaded: {first_line(error)}") from error
-
-
-def load_tokenizer(section: Any) -> Any:
-    """The tokenizer, padding on the left, with EOS where it has no pad token; raises ConfigError without EOS."""
-    path = section.tokenizer_path or section.path
-    kwargs = {k: section.init_kwargs[k] for k in ("revision", "gguf_file", "subfolder") if k in section.init_kwargs}
-    if section.tokenizer_path is not None:
-        kwargs = {}
-    try:
-        tokenizer = transformers.AutoTokenizer.from_pretrained(path, padding_side="left", **_source(section), **kwargs)
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ConfigError(f"model.tokenizer_path: {path} cannot be loaded: {first_line(error)}") from error
-    if tokenizer.eos_token_id is None:
-        raise ConfigError(
-            f"model.tokenizer_path: the tokenizer of {path} has no EOS token, so no answer would ever end"
-        )
-    if tokenizer.pad_token_id is None:
-        tokenizer.pad_token = tokenizer.eos_token
-    return tokenizer
 
 
 def require_transformers(version: str) -> None:
@@ -183,7 +165,3 @@ def _checkpoint_activations(model: torch.nn.Module, section: Any) -> None:
     if section.lora.enabled and arguments["use_reentrant"]:
         # Reentrant checkpointing passes gradients only through inputs that need one; the embeddings are frozen.
         model.enable_input_require_grads()
-
-
-def _source(section: Any) -> dict[str, Any]:
-    return {"trust_remote_code": True} if section.trust_remote_code else {}

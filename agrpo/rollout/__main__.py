@@ -11,7 +11,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from agrpo.lifecycle import Life, run_process
+from agrpo.lifecycle import Life, run_process, without_collector
 
 _log = logging.getLogger("agrpo.rollout")
 _LAUNCHER_PREFIXES = ("TORCHELASTIC_", "GROUP_", "ROLE_")
@@ -115,18 +115,20 @@ async def start_player(player: Any, stack: contextlib.AsyncExitStack) -> None:
 
 def _open_inputs(config: Any) -> tuple[Any, Any, frozenset[int]]:
     from agrpo.data.rows import gives_prompts
-    from agrpo.model.load import load_tokenizer
 
-    return (
-        config.data.open(needs_prompt=not gives_prompts(config)),
-        load_tokenizer(config.model),
-        _eos_ids(config.model),
-    )
+    with without_collector():
+        from agrpo.model.tokenizer import load_tokenizer
+
+        return (
+            config.data.open(needs_prompt=not gives_prompts(config)),
+            load_tokenizer(config.model),
+            _eos_ids(config.model),
+        )
 
 
 def _open_dump(config: Any, tokenizer: Any) -> Any:
     """The trajectory dump with the tokenizer that decodes it; None where it is off."""
-    from agrpo.model.load import load_tokenizer
+    from agrpo.model.tokenizer import load_tokenizer
     from agrpo.rollout.dump import Dump
 
     settings = config.rollout
@@ -278,7 +280,7 @@ async def open_evaluating(
     """What plays the evaluations without a trainer, at the weights that the servers have."""
     from agrpo.env.resolve import open_player
     from agrpo.metrics.window import Window
-    from agrpo.model.load import load_tokenizer
+    from agrpo.model.tokenizer import load_tokenizer
     from agrpo.rollout.concurrency import Cap, Places
     from agrpo.rollout.custom import open_custom
     from agrpo.rollout.evaluating import Evaluating

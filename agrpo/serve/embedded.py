@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
 from agrpo.errors import ServerError
-from agrpo.lifecycle import Life, Runtime, run_process
+from agrpo.lifecycle import Life, Runtime, run_process, without_collector
 from agrpo.schema import setting
 from agrpo.serve.flags import ServerCommand
 
@@ -160,13 +160,14 @@ def serve(
     **load: object,
 ) -> None:
     """Serve one model in this process until SIGTERM or SIGINT."""
-    from transformers.utils.logging import disable_progress_bar
-
-    from agrpo.serve.service import open_service
-
-    disable_progress_bar()
     sys.setswitchinterval(_SWITCH_INTERVAL_S)
-    service = open_service(model_path, settings or Embedded(), receiver, beat, **load)
+    with without_collector():
+        from transformers.utils.logging import disable_progress_bar
+
+        from agrpo.serve.service import open_service
+
+        disable_progress_bar()
+        service = open_service(model_path, settings or Embedded(), receiver, beat, **load)
 
     async def until_signal() -> None:
         stop = asyncio.Event()

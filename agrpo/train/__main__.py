@@ -7,12 +7,13 @@ import os
 import sys
 from pathlib import Path
 
-from agrpo.lifecycle import Life, run_process
+from agrpo.lifecycle import Life, run_process, without_collector
 
 
 def main(run_dir: Path, life: Life) -> None:
-    from agrpo.config import load
-    from agrpo.train.run import TrainRun
+    with without_collector():
+        from agrpo.config import load
+        from agrpo.train.run import TrainRun
 
     config = load(run_dir)
     is_first = int(os.environ.get("RANK", 0)) == 0

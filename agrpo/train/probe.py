@@ -21,8 +21,9 @@ def probe(config: Config, urls: Sequence[str], run_dir: Path) -> list[Row]:
         os.environ["CUDA_VISIBLE_DEVICES"] = config.devices.visible_ids(trainer[:1])
     import torch
 
-    from agrpo.model.load import load_model, load_tokenizer
+    from agrpo.model.load import load_model
     from agrpo.model.shard import open_mesh, shard
+    from agrpo.model.tokenizer import load_tokenizer
     from agrpo.model.weights import full_tensors
     from agrpo.serve.flags import trainer_dtype
     from agrpo.sync.control import ServerControl

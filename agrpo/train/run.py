@@ -14,15 +14,15 @@ from agrpo.config.checkpoint_folder import resumed
 from agrpo.data.rows import gives_prompts
 from agrpo.errors import AgrpoError, ContractError, ServerError, StallError
 from agrpo.ledger import Intervals, Ledger
-from agrpo.lifecycle import Life, Runtime, tell_exported, tell_wire_port
+from agrpo.lifecycle import Life, Runtime, tell_exported, tell_wire_port, without_collector
 from agrpo.metrics.sinks import open_sinks
 from agrpo.metrics.summary import write_summary
 from agrpo.model import checkpoint as checkpoints
 from agrpo.model.hub import Uploads
-from agrpo.model.load import load_tokenizer
 from agrpo.model.optim import Updater
 from agrpo.model.rope import fix_rope
 from agrpo.model.spread import open_model
+from agrpo.model.tokenizer import load_tokenizer
 from agrpo.sync.control import ServerControl
 from agrpo.train import evaluation, opening
 from agrpo.train.callbacks import open_callbacks
@@ -68,7 +68,8 @@ class TrainRun:
         self.ranks = Ranks(config.run.use_cpu, config.run.collective_timeout)
         seed_all(config.run.seed, config.run.full_determinism)
         self.life.beat("loading the model")
-        self.model, self.tokenizer = open_model(config.model, self.ranks.device), load_tokenizer(config.model)
+        with without_collector():
+            self.model, self.tokenizer = open_model(config.model, self.ranks.device), load_tokenizer(config.model)
         scaled = config.model.precision == "fp16"
         self.sharing = Sharing.of(config.loss, config.sampler.max_completion_length)
         num_updates = config.run.max_steps and config.run.max_steps * self.sharing.num_updates

@@ -19,6 +19,7 @@ from agrpo.model import attention, checkpoint, load
 from agrpo.model.optim import Updater, open_optimizer, parse_options
 from agrpo.model.shard import shard
 from agrpo.model.terms import DeviceRow, token_terms
+from agrpo.model.tokenizer import load_tokenizer
 from agrpo.model.weights import checkpoint_names, full_tensors
 from agrpo.sections import Fsdp, Lora, Model, Optimizer
 
@@ -185,10 +186,10 @@ def test_tokenizer_pads_left_with_eos(tmp_path):
     raw = Tokenizer(models.WordLevel({"a": 0, "</s>": 1}, unk_token="a"))
     hf.PreTrainedTokenizerFast(tokenizer_object=raw, eos_token="</s>").save_pretrained(tmp_path / "eos")
     hf.PreTrainedTokenizerFast(tokenizer_object=raw).save_pretrained(tmp_path / "none")
-    tokenizer = load.load_tokenizer(Model(path="-", tokenizer_path=str(tmp_path / "eos")))
+    tokenizer = load_tokenizer(Model(path="-", tokenizer_path=str(tmp_path / "eos")))
     assert (tokenizer.padding_side, tokenizer.pad_token_id) == ("left", 1)
     with pytest.raises(ConfigError, match="no EOS token"):
-        load.load_tokenizer(Model(path=str(tmp_path / "none")))
+        load_tokenizer(Model(path=str(tmp_path / "none")))
 
 
 def test_vision_language_checkpoints_train_their_text_model_alone():
