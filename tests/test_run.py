@@ -77,22 +77,34 @@ def test_a_sweep_gives_two_complete_runs(tmp_path):
         assert evaluation["before"]["version"] == 1 and evaluation["after"]["version"] == 4
 
 
-def test_the_deepmath_recipe_on_stand_ins(tmp_path):
-    """Model, data and server of the recipe replaced through overrides only; the model has the recipe's architecture."""
+def test_the_deepmath_recipe_on_stand_ins_and_the_complete_run_resumed(tmp_path):
+    """Model, data and server of the recipe replaced through overrides only; the model has the recipe's architecture.
+
+    RES-12, with an evaluation at the end, which is asked for before the rollout process is there.
+    """
     model, data = tiny_qwen3_5(tmp_path / "model"), tiny_dataset(tmp_path / "data.jsonl")
     (tmp_path / "odd.py").write_text("def odd(completion_ids, **columns):\n    return [float(sum(i) % 2) for i in completion_ids]\n")
     run = tmp_path / "run"
-    done = agrpo(
-        tmp_path, "+recipe=deepmath", f"model.path={model}", "data=jsonl", f"data.path={data}", "server=embedded",
+    arguments = (
+        "+recipe=deepmath", f"model.path={model}", "data=jsonl", f"data.path={data}", "server=embedded",
         # A random model never solves a problem: a second reward gives the groups something to differ in.
         "scorer.functions=[agrpo.scorer.rewards.accuracy_reward,odd.odd]", "sync=gloo", "run.max_steps=2",
-        f"run.output_dir={run}", *SMALL,
+        f"run.output_dir={run}", "rollout.progress_timeout=30",
+        f"+eval.held={{_target_: agrpo.eval.Evaluation, data: {{_target_: agrpo.data.jsonl.Jsonl, path: {data}}}}}", *SMALL,
     )  # fmt: skip
+    done = agrpo(tmp_path, *arguments)
     assert done.returncode == 0, done.stdout
     records = assert_complete(run, 2)
     assert records[0]["rewards/accuracy_reward/mean"] == 0.0
     assert 0 < records[0]["rewards/odd/mean"] < 1
     assert records[0]["perf/weight_sync_parity"] < 1e-4 and records[0]["sampling/sampling_logp_difference/max"] < 1e-4
+
+    done = agrpo(tmp_path, *arguments, "run.resume=auto", "--quiet")
+    assert done.returncode == 0, done.stdout
+    first, *others = done.stdout.splitlines()
+    assert first == f"run {run}, 2 steps" and not any("trainer0: " in line for line in others), done.stdout
+    assert "complete already: 2 steps" in (run / "logs" / "trainer0.log").read_text()
+    assert json.loads((run / "summary.json").read_text())["global_step"] == 2
 
 
 def test_an_epoch_ends_when_every_prompt_is_resolved_and_disk_sync_carries_the_weights(tmp_path):
@@ -108,26 +120,6 @@ def test_an_epoch_ends_when_every_prompt_is_resolved_and_disk_sync_carries_the_w
     assert_complete(run, records[-1]["step"])
     assert records[-1]["epoch"] >= 1 > records[-2]["epoch"]  # RUN-1: the first step at which they are resolved
     assert records[0]["perf/weight_sync_parity"] < 1e-4
-
-
-def test_a_run_that_is_complete_ends_well_when_it_is_resumed(tmp_path):
-    """RES-12, with an evaluation at the end, which is asked for before the rollout process is there."""
-    model, data = tiny_qwen3(tmp_path / "model"), tiny_dataset(tmp_path / "data.jsonl")
-    (tmp_path / "odd.py").write_text("def odd(completion_ids, **columns):\n    return [float(sum(i) % 2) for i in completion_ids]\n")
-    run = tmp_path / "run"
-    arguments = (
-        f"model.path={model}", "data=jsonl", f"data.path={data}", "server=embedded", "sync=gloo", "run.max_steps=2",
-        "scorer.functions=[odd.odd]", "rollout.group_size=4", f"run.output_dir={run}", "rollout.progress_timeout=30",
-        f"+eval.held={{_target_: agrpo.eval.Evaluation, data: {{_target_: agrpo.data.jsonl.Jsonl, path: {data}}}}}", *SMALL,
-    )  # fmt: skip
-    done = agrpo(tmp_path, *arguments)
-    assert done.returncode == 0, done.stdout
-    done = agrpo(tmp_path, *arguments, "run.resume=auto", "--quiet")
-    assert done.returncode == 0, done.stdout
-    first, *others = done.stdout.splitlines()
-    assert first == f"run {run}, 2 steps" and not any("trainer0: " in line for line in others), done.stdout
-    assert "complete already: 2 steps" in (run / "logs" / "trainer0.log").read_text()
-    assert json.loads((run / "summary.json").read_text())["global_step"] == 2
 
 
 def test_what_was_trained_is_saved_when_a_reward_breaks_its_contract(tmp_path):
