@@ -80,7 +80,7 @@ def test_failures_come_with_their_fix_and_a_part_that_hangs_ends_at_its_limit(tm
     (tmp_path / "broken.py").write_text(BROKEN)
     code, answer = doctor(
         tmp_path, "+recipe=quickstart", f"run.output_dir={tmp_path}/run", "scorer.functions=[broken.raises]",
-        "env.factory=broken.Slow", "--no-server", "--limit", "45",
+        "env.factory=broken.Slow", "--no-server", "--limit", "30",
     )  # fmt: skip
     rows = by_name(answer)
     assert code == 4 and not answer["ok"]
@@ -89,7 +89,7 @@ def test_failures_come_with_their_fix_and_a_part_that_hangs_ends_at_its_limit(tm
     said = f": reward function raises raised KeyError: 'answer' ({tmp_path}/broken.py, line {line})"
     assert rows["rewards"]["status"] == "fail" and rows["rewards"]["found"].endswith(said)
     assert rows["rewards"]["fix"].startswith("a run would drop such groups")
-    assert rows["tools"]["found"] == "not through within 45 s; the last it said: asking a service that never answers"
+    assert rows["tools"]["found"] == "not through within 30 s; the last it said: asking a service that never answers"
     assert "--limit" in rows["tools"]["fix"] and rows["step"]["status"] == "skip"
 
 

@@ -58,11 +58,36 @@ def _same(got: dict, expected: dict, tolerance: float) -> None:
         assert float((got[name] - reference).norm()) <= tolerance * max(float(reference.norm()), 1e-3), name
 
 
+FAMILIES = ("gemma2", "qwen3_moe", "qwen3_vl")
+
+
 @pytest.fixture(scope="module")
-def tied(tmp_path_factory):
+def trained(tmp_path_factory):
+    """One folder for each model that two ranks have trained, one after the other: a start of ranks is dear."""
+    folder = tmp_path_factory.mktemp("trained")
+    for name, family, precision in (
+        ("tied", "llama", "no"), ("hybrid", "qwen3_next", "no"), ("mixed", "qwen3", "bf16"), *((n, n, "no") for n in FAMILIES)
+    ):  # fmt: skip
+        (folder / name).mkdir()
+        if family in CONFIGS:
+            torch.manual_seed(7)
+            AutoModelForImageTextToText.from_config(CONFIGS[family]()).save_pretrained(folder / name / "model")
+            (folder / name / "precision").write_text(precision)
+        else:
+            _folder(folder / name, family, precision)
+    (folder / "copies").mkdir()
+    (folder / "copies" / "model").symlink_to(folder / "tied" / "model")
+    (folder / "copies" / "precision").write_text("no")
+    (folder / "copies" / "replicate").write_text("2")
+    _run_ranks(folder, 2)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def tied(trained):
     """The tied family at full precision on 2 ranks and on 1."""
-    folder = _folder(tmp_path_factory.mktemp("tied"), "llama", "no")
-    return folder, _run_ranks(folder, 1), _run_ranks(folder, 2)
+    folder = trained / "tied"
+    return folder, _run_ranks(folder, 1), _seen(folder, 2)
 
 
 def test_two_ranks_equal_one(tied):
@@ -73,13 +98,9 @@ def test_two_ranks_equal_one(tied):
     _same(two["weights"], one["weights"], 1e-4)
 
 
-def test_copies_of_the_sharded_model_equal_one_rank(tied, tmp_path):
+def test_copies_of_the_sharded_model_equal_one_rank(tied, trained):
     """HSDP: two copies of one shard each; gradients are summed over both."""
-    folder, one, _ = tied
-    (tmp_path / "model").symlink_to(folder / "model")
-    (tmp_path / "precision").write_text("no")
-    (tmp_path / "replicate").write_text("2")
-    copies = _run_ranks(tmp_path, 2)
+    one, copies = tied[1], _seen(trained / "copies", 2)
     assert copies["losses"] == pytest.approx(one["losses"], rel=1e-4)
     assert copies["norms"] == pytest.approx(one["norms"], rel=1e-4)
     _same(copies["grads"], one["grads"], 1e-4)
@@ -110,10 +131,10 @@ def test_one_rank_equals_no_sharding(tied):
     _same(weights, one["weights"], 1e-5)
 
 
-def test_a_hybrid_of_experts_on_two_ranks_equals_no_sharding(tmp_path):
+def test_a_hybrid_of_experts_on_two_ranks_equals_no_sharding(trained):
     """Gated DeltaNet layers, experts and their auxiliary loss."""
-    folder = _folder(tmp_path, "qwen3_next", "no")
-    two = _run_ranks(folder, 2)
+    folder = trained / "hybrid"
+    two = _seen(folder, 2)
     losses, weights = _unsharded(folder)
     assert two["losses"] == pytest.approx(losses, rel=1e-4)
     _same(two["weights"], weights, 1e-4)
@@ -148,26 +169,17 @@ def test_export_loads(tied):
     _same({n: p.detach() for n, p in loaded.named_parameters()}, two["weights"], 0.0)
 
 
-def test_two_ranks_equal_no_sharding_for_further_families(tmp_path):
-    """Softcaps and windows, a mixture of experts, the text of an image model; one start of the ranks for all."""
-    for name in ("gemma2", "qwen3_moe", "qwen3_vl"):
-        (tmp_path / name).mkdir()
-        if name in CONFIGS:
-            torch.manual_seed(7)
-            AutoModelForImageTextToText.from_config(CONFIGS[name]()).save_pretrained(tmp_path / name / "model")
-            (tmp_path / name / "precision").write_text("no")
-        else:
-            _folder(tmp_path / name, name, "no")
-    _run_ranks(tmp_path, 2)
-    for name in ("gemma2", "qwen3_moe", "qwen3_vl"):
-        two, (losses, weights) = _seen(tmp_path / name, 2), _unsharded(tmp_path / name)
-        assert two["losses"] == pytest.approx(losses, rel=1e-4), name
-        _same(two["weights"], weights, 1e-4)
+@pytest.mark.parametrize("name", FAMILIES)
+def test_two_ranks_equal_no_sharding_for_further_families(trained, name):
+    """Softcaps and windows, a mixture of experts, the text of an image model."""
+    two, (losses, weights) = _seen(trained / name, 2), _unsharded(trained / name)
+    assert two["losses"] == pytest.approx(losses, rel=1e-4)
+    _same(two["weights"], weights, 1e-4)
 
 
-def test_mixed_precision_keeps_float32_masters_and_exports_bfloat16(tmp_path):
-    folder = _folder(tmp_path, "qwen3", "bf16")
-    two = _run_ranks(folder, 2)
+def test_mixed_precision_keeps_float32_masters_and_exports_bfloat16(trained):
+    folder = trained / "mixed"
+    two = _seen(folder, 2)
     assert two["dtypes"] == {"torch.float32"}
     assert two["grads"]["lm_head.weight"].dtype is torch.float32
     loaded = AutoModelForCausalLM.from_pretrained(folder / "exported2")

@@ -1,0 +1,14 @@
+"""Which files go first: those of whole runs, longest first, so that no worker is left alone with one of them at the end."""
+
+LONGEST = (
+    "test_run.py", "test_faults.py", "test_kill.py", "test_resume.py", "test_launch_doctor.py", "test_restart.py",
+    "test_model_ranks.py", "test_run_lora.py", "test_run_evaluation.py", "test_nodes.py", "test_metrics_run.py",
+    "test_recipes_agent_openai.py", "test_train_uploads.py", "test_launch_evaluate.py", "test_recipes_smollm2.py",
+    "test_sync_ranks.py", "test_sync_packed.py", "test_sync_adapter.py", "test_train_recorded.py", "test_model_lora.py",
+)  # fmt: skip
+
+
+def pytest_collection_modifyitems(items):
+    """By file and in the order of each file, so that what a module shares is made once."""
+    place = {name: index for index, name in enumerate(LONGEST)}
+    items.sort(key=lambda item: place.get(item.path.name, len(place)))
