@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -332,7 +333,10 @@ def _leave_with(run: object) -> None:
 
 
 def main() -> None:
-    app()
+    try:
+        app()
+    finally:
+        gc.freeze()  # as in agrpo.lifecycle: the end looks through everything otherwise
 
 
 if __name__ == "__main__":

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
+import gc
 import json
 import math
 import re
@@ -312,4 +313,6 @@ def _short(text: str, limit: int = SHOWN) -> str:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1], Path(sys.argv[2])))
+    code = main(sys.argv[1], Path(sys.argv[2]))
+    gc.freeze()  # as in agrpo.lifecycle: the end looks through everything otherwise
+    sys.exit(code)
