@@ -116,10 +116,13 @@ class Counting(RolloutLoop):
 '''
 
 
-def test_ctrl_c_saves_everything_and_a_resumed_run_goes_on_from_it(tmp_path):
+def test_ctrl_c_saves_everything_and_a_resumed_run_goes_on_from_it(tmp_path, server):
     """A whole run: its own exit code, the state of the user's loop, the controller's cap, and every group once."""
     (tmp_path / "counting.py").write_text(LOOP)
-    own = ("rollout.loop=counting.Counting", "rollout.concurrency.poll_interval=0.5")
+    own = (
+        "rollout.loop=counting.Counting", "rollout.concurrency.poll_interval=0.5", f"model.path={server.model_path}",
+        "server=external", f"server.base_url={server.url}",
+    )  # fmt: skip
     run = Run(tmp_path, "run.max_steps=100000", *own)
     run.await_step(4)
     run._await(lambda: any("rollout/concurrency_cap" in r for r in run.records()), "look at the server's load")

@@ -1,5 +1,6 @@
 """Whole runs from the command line, each with all its processes: what they leave behind, and that the figures are sane."""
 
+import contextlib
 import json
 import os
 import subprocess
@@ -10,6 +11,8 @@ import pytest
 
 from agrpo.ledger import replay
 from agrpo.metrics.names import undeclared
+from agrpo.serve.embedded import EmbeddedServer
+from agrpo.sync.gloo import Gloo
 from tests import metric_list
 from tests.standins import tiny_dataset, tiny_qwen3, tiny_qwen3_5
 
@@ -28,11 +31,18 @@ def agrpo(folder: Path, *arguments: str, limit_s: float = 240) -> subprocess.Com
     )  # fmt: skip
 
 
+@contextlib.contextmanager
+def served(model: Path):
+    """Overrides for a server in this process: a start of one takes a third of a short run, and other tests make it."""
+    with EmbeddedServer(model, receiver=Gloo.receiver) as server:
+        yield "server=external", f"server.base_url={server.url}"
+
+
 def records_of(run: Path) -> list[dict]:
     return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
 
 
-def assert_complete(run: Path, num_steps: int) -> list[dict]:
+def assert_complete(run: Path, num_steps: int, processes: tuple = ("server", "rollout", "trainer0")) -> list[dict]:
     """A finished run's folder: records of every step, a summary, a ledger without double training, a model that loads."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -45,7 +55,7 @@ def assert_complete(run: Path, num_steps: int) -> list[dict]:
     summary = json.loads((run / "summary.json").read_text())
     assert summary["tokens"]["unaccounted"] == 0 < summary["tokens"]["trained"]
     assert summary["global_step"] == num_steps and summary["exit_reason"] == "finished"
-    for name in ("config.yaml", "versions.json", "ledger.jsonl", "logs/server.log", "logs/rollout.log", "logs/trainer0.log"):
+    for name in ("config.yaml", "versions.json", "ledger.jsonl", *(f"logs/{process}.log" for process in processes)):
         assert (run / name).exists(), name
     assert list((run / "checkpoints").glob("step-*"))
     assert all(g["trained"] + g["dropped"] <= max(g["ready"], g["dropped"]) for g in replay(run / "ledger.jsonl").values())
@@ -111,13 +121,14 @@ def test_an_epoch_ends_when_every_prompt_is_resolved_and_disk_sync_carries_the_w
     model, data = tiny_qwen3(tmp_path / "model"), tiny_dataset(tmp_path / "data.jsonl", num_rows=11)
     (tmp_path / "odd.py").write_text("def odd(completion_ids, **columns):\n    return [float(sum(i) % 2) for i in completion_ids]\n")
     run = tmp_path / "run"
-    done = agrpo(
-        tmp_path, f"model.path={model}", "data=jsonl", f"data.path={data}", "server=embedded", "sync=disk",
-        "scorer.functions=[odd.odd]", "rollout.group_size=4", "run.num_train_epochs=1", f"run.output_dir={run}", *SMALL,
-    )  # fmt: skip
+    with served(model) as server:
+        done = agrpo(
+            tmp_path, f"model.path={model}", "data=jsonl", f"data.path={data}", *server, "sync=disk",
+            "scorer.functions=[odd.odd]", "rollout.group_size=4", "run.num_train_epochs=1", f"run.output_dir={run}", *SMALL,
+        )  # fmt: skip
     assert done.returncode == 0, done.stdout
     records = records_of(run)
-    assert_complete(run, records[-1]["step"])
+    assert_complete(run, records[-1]["step"], ("rollout", "trainer0"))
     assert records[-1]["epoch"] >= 1 > records[-2]["epoch"]  # RUN-1: the first step at which they are resolved
     assert records[0]["perf/weight_sync_parity"] < 1e-4
 
@@ -130,10 +141,11 @@ def test_what_was_trained_is_saved_when_a_reward_breaks_its_contract(tmp_path):
         "    return values[1:] if 'Problem 40.' in prompts[0][0]['content'] else values\n"
     )
     run = tmp_path / "run"
-    done = agrpo(
-        tmp_path, f"model.path={model}", "data=jsonl", f"data.path={data}", "server=embedded", "sync=gloo",
-        "scorer.functions=[late.late]", "rollout.group_size=4", "run.max_steps=500", f"run.output_dir={run}", *SMALL,
-    )  # fmt: skip
+    with served(model) as server:
+        done = agrpo(
+            tmp_path, f"model.path={model}", "data=jsonl", f"data.path={data}", *server, "sync=gloo",
+            "scorer.functions=[late.late]", "rollout.group_size=4", "run.max_steps=500", f"run.output_dir={run}", *SMALL,
+        )  # fmt: skip
     assert done.returncode == 5 and "late" in done.stdout, done.stdout
     (checkpoint,) = (run / "checkpoints").glob("step-*")
     assert int(checkpoint.name.removeprefix("step-")) == records_of(run)[-1]["step"] > 2
@@ -145,9 +157,10 @@ def test_a_run_without_signal_ends_with_its_counts_and_saves(tmp_path):
     model, data = tiny_qwen3(tmp_path / "model"), tiny_dataset(tmp_path / "data.jsonl", num_rows=13)
     (tmp_path / "same.py").write_text("def same(completion_ids, **columns):\n    return [1.0 for _ in completion_ids]\n")
     run = tmp_path / "run"
-    done = agrpo(
-        tmp_path, f"model.path={model}", "data=jsonl", f"data.path={data}", "server=embedded", "sync=gloo",
-        "scorer.functions=[same.same]", "rollout.group_size=2", "run.max_steps=500", f"run.output_dir={run}", *SMALL,
-    )  # fmt: skip
+    with served(model) as server:
+        done = agrpo(
+            tmp_path, f"model.path={model}", "data=jsonl", f"data.path={data}", *server, "sync=gloo",
+            "scorer.functions=[same.same]", "rollout.group_size=2", "run.max_steps=500", f"run.output_dir={run}", *SMALL,
+        )  # fmt: skip
     assert done.returncode == 6 and "no group of a whole epoch of 13 prompts could be trained (zero_std: " in done.stdout
     assert (run / "checkpoints" / "step-000000" / "rollout_state.json").exists()

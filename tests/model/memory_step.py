@@ -65,3 +65,4 @@ def main(kind: str) -> None:
 
 if __name__ == "__main__":
     main(sys.argv[1])
+    gc.freeze()  # the end looks through everything otherwise, which takes longer than a test's own work

@@ -1,5 +1,6 @@
 """One of two trainer ranks with a sharded adapter: python adapter_rank.py MODEL URL FOLDER RANK; writes FOLDER/seen<rank>.json."""
 
+import gc
 import json
 import sys
 from datetime import timedelta
@@ -63,3 +64,4 @@ def main(path: str, url: str, folder: Path, rank: int) -> None:
 
 if __name__ == "__main__":
     main(sys.argv[1], sys.argv[2], Path(sys.argv[3]), int(sys.argv[4]))
+    gc.freeze()  # the end looks through everything otherwise, which takes longer than a test's own work

@@ -9,6 +9,7 @@ import pytest
 
 from tests.hub_server import Hub
 from tests.standins import tiny_dataset, tiny_qwen3
+from tests.test_run import served
 
 ROOT = Path(__file__).parents[2]
 
@@ -30,15 +31,16 @@ def environment_of(folder, hub):
 def run(folder, hub, *extra):
     model, data = tiny_qwen3(folder / "model"), tiny_dataset(folder / "data.jsonl")
     (folder / "odd.py").write_text("def odd(completion_ids, **columns):\n    return [float(sum(i) % 2) for i in completion_ids]\n")
-    return subprocess.run(
-        [
-            sys.executable, "-m", "agrpo", "train", f"model.path={model}", "data=jsonl", f"data.path={data}",
-            "server=embedded", "sync=gloo", "scorer.functions=[odd.odd]", "rollout.group_size=4", "run.max_steps=2",
-            "sampler.max_completion_length=5", "packer.token_budget=256", "run.use_cpu=true", "model.precision=no",
-            f"run.output_dir={folder}/run", "checkpoint.hub.model_id=me/mine", "checkpoint.hub.token=hf_mine", *extra,
-        ],
-        env=environment_of(folder, hub), cwd=folder, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, timeout=240,
-    )  # fmt: skip
+    with served(model) as server:
+        return subprocess.run(
+            [
+                sys.executable, "-m", "agrpo", "train", f"model.path={model}", "data=jsonl", f"data.path={data}",
+                *server, "sync=gloo", "scorer.functions=[odd.odd]", "rollout.group_size=4", "run.max_steps=2",
+                "sampler.max_completion_length=5", "packer.token_budget=256", "run.use_cpu=true", "model.precision=no",
+                f"run.output_dir={folder}/run", "checkpoint.hub.model_id=me/mine", "checkpoint.hub.token=hf_mine", *extra,
+            ],
+            env=environment_of(folder, hub), cwd=folder, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, timeout=240,
+        )  # fmt: skip
 
 
 def test_every_save_is_uploaded_in_the_background_and_a_refused_one_ends_nothing(hub, tmp_path):
