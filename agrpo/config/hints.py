@@ -25,6 +25,10 @@ _ATTENTION = {
 _DUAL_CLIP = {"*": "loss=grpo loss.dual_clip={}"}
 _LOSS = {"true": "loss=decoupled", "false": "loss=grpo"}
 _SYNC = {"disk": "sync=disk", "nccl": "sync=nccl", "xccl": "sync=nccl"}
+_CONTEXT = {"*": "server=vllm server.max_model_len={}"}
+_SEQUENCES = {"*": "server=vllm server.arguments=[--max-num-seqs,{}]"}
+_TENSOR_PARALLEL = {"*": "server=vllm server.tensor_parallel_size={}"}
+_EPOCH = {"*": "checkpoint.strategy=epoch"}
 _LOGGER = {"all": "logger=[console,tensorboard]", "*": "logger={}"}
 _OFFLOAD = {"true": "model.fsdp.options={{cpu_offload: true}}", "false": "model.fsdp.options={{cpu_offload: false}}"}
 _FLAG_OF_PEFT = {flag: {v: f"model.lora.options={{{{{flag}: {v}}}}}" for v in ("true", "false")} for flag in ("use_dora", "use_rslora")}
@@ -71,20 +75,39 @@ VALUES: dict[str, dict[str, str]] = {
         "*": "loss=decoupled loss.updates_per_step={} run.gradient_accumulation_steps={}",
     },
     "behave_imp_weight_cap": {"*": "loss=decoupled loss.clip_max={}"},
+    "behav_imp_weight_cap": {"*": "loss=decoupled loss.clip_max={}"},
+    "rejection_sampling.upper": {"*": "loss=decoupled loss.clip_max={}"},
+    "rejection_sampling.lower": {"*": "loss=decoupled loss.clip_min={}"},
+    "use_cispo_loss": {"true": "loss=cispo", "false": "loss=grpo"},
+    "optimizer.type": {"adam": "optimizer.name=adamw_torch_fused", "sgd": "optimizer.name=sgd"},
+    "enable_tree_training": {"true": "packer=tree", "false": "packer=sequence"},
+    "check_trajectory_format": {"true": "rollout.check_format=16", "false": "rollout.check_format=0"},
+    "model_revision": {"*": "model.init_kwargs={{revision: {}}}"},
+    "rollout_func": {"*": "rollout.workflow=MODULE.CLASS"},
+    "main_process_ip": {"*": "run.master={}:29500"}, "main_process_port": {"*": "run.master=HOST:{}"},
+    "transformer_layer_cls_to_wrap": {"*": "model.fsdp.options={{layer_classes: [{}]}}"},
+    "gconfig.max_tokens": _CONTEXT, "sglang.context_length": _CONTEXT, "vllm.max_model_len": _CONTEXT,
+    "mem_fraction_static": {"*": "server=vllm server.gpu_memory_utilization={}"},
+    "max_running_requests": _SEQUENCES, "max_num_seqs": _SEQUENCES,
+    "saver.freq_epochs": _EPOCH, "recover.freq_epochs": _EPOCH,
+    "recover.mode": {"disabled": "run.resume=null", "*": "run.resume=auto run.output_dir=FOLDER"},
+    "wandb.mode": {"disabled": "logger=console", "*": "logger=wandb"},
+    "trackio.mode": {"disabled": "logger=console", "*": "logger=trackio"},
+    "tensorboard.path": {"*": "logger=tensorboard"},
     "vllm_importance_sampling_cap": {"*": "loss=tis loss.upper={}"},
     "delta": _DUAL_CLIP, "c_clip": _DUAL_CLIP, "clip_ratio_c": _DUAL_CLIP,
     "weight_update_mode": _SYNC,
     "vllm_server_base_url": {"*": "server=external server.base_url={}"},
     "vllm_server_host": {"*": "server=external server.base_url=http://{}:8000"},
     "vllm_server_port": {"*": "server=external server.base_url=http://localhost:{}"},
-    "tensor_model_parallel_size": {"*": "server=vllm server.tensor_parallel_size={}"},
+    "tensor_model_parallel_size": _TENSOR_PARALLEL, "vllm.tensor_parallel_size": _TENSOR_PARALLEL,
     "gpu_memory_utilization": {"*": "server=vllm server.gpu_memory_utilization={}"},
     "loss_agg_mode": {
         "token-mean": "loss.aggregation=token", "seq-mean-token-mean": "loss.aggregation=sequence",
         "seq-mean-token-sum-norm": "loss=dr_grpo advantage.std_level=null",
     },
     "report_to": _LOGGER, "trainer.logger": _LOGGER,
-    "param_offload": _OFFLOAD, "optimizer_offload": _OFFLOAD,
+    "param_offload": _OFFLOAD, "optimizer_offload": _OFFLOAD, "offload_params": _OFFLOAD, "optimizer.offload": _OFFLOAD,
     **_FLAG_OF_PEFT,
     "warmup_ratio": {"*": "optimizer.warmup_steps={} run.max_steps=NUMBER"},
     "warmup_steps_proportion": {"*": "optimizer.warmup_steps={} run.max_steps=NUMBER"},
