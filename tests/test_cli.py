@@ -114,8 +114,27 @@ def test_all_faults_of_a_command_line_come_together(tmp_path, base):
 def test_wrong_usage_is_exit_code_2(tmp_path):
     assert agrpo("trian", cwd=tmp_path).returncode == 2
     assert agrpo("train", "--dry-rum", cwd=tmp_path).returncode == 2
-    result = agrpo("train", "--recipe", "quickstart", cwd=tmp_path)
-    assert result.returncode == 2 and "a recipe is chosen with +recipe=quickstart, without dashes" in result.stderr
+
+
+@pytest.mark.parametrize("command", ["train", "serve", "serve-check", "doctor", "eval MODEL"])
+@pytest.mark.parametrize(
+    ("typed", "line"),
+    [
+        ("--recipe quickstart", "a recipe is chosen with +recipe=quickstart, without dashes"),
+        ("--recipe=quickstart", "a recipe is chosen with +recipe=quickstart, without dashes"),
+        ("--run.seed=1", "keys are given without dashes: run.seed=1"),
+        ("--learning-rate 1e-6", "use optimizer.learning_rate=1e-6"),
+        ("--beta --dry-run", "beta has no key in agrpo"),
+        ("--nonsense 3", "No such option: --nonsense"),
+    ],
+)
+def test_a_key_typed_as_an_option_is_answered_with_its_form(command, typed, line):
+    from typer.testing import CliRunner
+
+    from agrpo.cli import app
+
+    result = CliRunner().invoke(app, [*command.split(), *typed.split()])
+    assert result.exit_code == 2 and line in result.output
 
 
 def test_dry_run_shows_the_plan_and_starts_nothing(tmp_path):
