@@ -66,7 +66,7 @@ def server_launch(config: Config, run_dir: Path, ports: Ports) -> Launch | None:
     return Launch(
         name="server",
         argv=planned.argv,
-        environment={**_visible(config, devices), **planned.environment},
+        environment={**_visible(config, devices), **planned.here()},
         devices=_words(config, devices),
     )
 

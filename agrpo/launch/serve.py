@@ -70,7 +70,7 @@ def foreground(job: Job) -> Callable[[], None]:
             f"{command.argv[0]} has no package vllm; use --print where it is installed, or choose server=vllm "
             "server.python=PATH, the Python of an environment that has it"
         )
-    environment = {**os.environ, **command.environment}
+    environment = {**os.environ, **command.here()}
 
     def become() -> None:
         print(command.line(), file=sys.stderr, flush=True)

@@ -48,14 +48,25 @@ class ServerCommand:
 
     def line(self) -> str:
         """The command as one line for a shell."""
-        variables = [f"{name}={shlex.quote(value)}" for name, value in self.environment.items() if value]
-        return " ".join([*variables, shlex.join(self.argv)])
+        return " ".join([*self._typed().values(), shlex.join(self.argv)])
+
+    def here(self) -> dict[str, str]:
+        """The variables of a process of this machine: what its user set in PYTHONPATH stays, behind our entry."""
+        if "PYTHONPATH" not in self.environment:
+            return self.environment
+        paths = [self.environment["PYTHONPATH"], os.environ.get("PYTHONPATH", "")]
+        return self.environment | {"PYTHONPATH": os.pathsep.join(path for path in paths if path)}
 
     def words(self, *names: str) -> str:
         """Flags and variables of this command as they are typed: words("--dtype") is "--dtype bfloat16"."""
         options = {option[0]: shlex.join(option) for option in self.options}
-        variables = {name: f"{name}={shlex.quote(value)}" for name, value in self.environment.items() if value}
-        return " ".join((variables | options)[name] for name in names if name in variables or name in options)
+        known = self._typed() | options
+        return " ".join(known[name] for name in names if name in known)
+
+    def _typed(self) -> dict[str, str]:
+        """Name -> NAME=value for a shell. The machine where it is typed has a PYTHONPATH of its own, which stays."""
+        kept = {"PYTHONPATH": "${PYTHONPATH:+:$PYTHONPATH}"}
+        return {name: f"{name}={shlex.quote(value)}{kept.get(name, '')}" for name, value in self.environment.items() if value}
 
 
 def server_command(
@@ -129,15 +140,8 @@ def _environment(config: Any, num_gpus: int, model: str) -> dict[str, str]:
         variables |= {name: os.environ.get(name, value) for name, value in own.items()}
     if all(Path(path).expanduser().is_dir() for path in (model, config.model.tokenizer_path or model)):
         variables["HF_HUB_OFFLINE"] = "1"
-    # Of this process's environment only what the user set: the trainer's packages must not shadow the server's.
-    paths = [os.environ.get("PYTHONPATH", "")]
-    for name, value in config.sync.server_environment().items():
-        if name == "PYTHONPATH":
-            paths.insert(0, value)
-        else:
-            variables[name] = value
-    variables["PYTHONPATH"] = os.pathsep.join(path for path in paths if path)
-    return variables
+    # Always set: the trainer's packages, which a child of the run would find there, must not shadow the server's.
+    return variables | {"PYTHONPATH": ""} | config.sync.server_environment()
 
 
 def _cpu_cache_gib() -> int:

@@ -6,7 +6,6 @@ import shlex
 import signal
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
@@ -79,8 +78,22 @@ def test_a_cpu_build_has_one_front_end_and_a_bounded_cache(pretender):
     assert found.environment["OMP_NUM_THREADS"] == os.environ.get("OMP_NUM_THREADS", str(max(1, os.cpu_count() // 2)))
     assert 1 <= int(found.environment["VLLM_CPU_KVCACHE_SPACE"]) <= 8
     assert found.environment["HF_HUB_OFFLINE"] == "1"  # the model is a folder
-    assert found.environment["PYTHONPATH"].split(os.pathsep)[0].endswith("vllm_plugin")
-    assert not any(path == str(Path(__file__).parents[2]) for path in found.environment["PYTHONPATH"].split(os.pathsep))
+    assert found.environment["PYTHONPATH"].endswith("vllm_plugin") and os.pathsep not in found.environment["PYTHONPATH"]
+
+
+def test_the_line_for_another_machine_says_nothing_of_this_ones_python_path(pretender, monkeypatch):
+    monkeypatch.setenv("PYTHONPATH", "/only/here")
+    found = command(devices=Devices(), python=pretender)
+    plugin = found.environment["PYTHONPATH"]
+    assert "/only/here" not in found.line() and "/only/here" not in found.words("PYTHONPATH")
+    # A process of this machine keeps what its user set; so does the shell that reads the line, of its own.
+    assert found.here()["PYTHONPATH"] == f"{plugin}{os.pathsep}/only/here"
+    variable = found.words("PYTHONPATH")
+    for before, after in (("/there", f"{plugin}:/there"), ("", plugin)):
+        shell = subprocess.run(["sh", "-c", f"{variable}; echo $PYTHONPATH"], env={"PYTHONPATH": before}, capture_output=True, text=True)
+        assert shell.stdout.strip() == after
+    # Without an entry of ours a child of the run must not find the trainer's packages either.
+    assert command("sync=nccl").here()["PYTHONPATH"] == "/only/here" and "PYTHONPATH" not in command("sync=nccl").line()
 
 
 @pytest.mark.parametrize(
