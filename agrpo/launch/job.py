@@ -13,7 +13,7 @@ from agrpo.config.devices import Devices, assumed, detect
 from agrpo.config.runner import NeedsAssumedDevices
 from agrpo.env import resolve
 from agrpo.errors import AgrpoError, ConfigError
-from agrpo.launch.plan import resolved
+from agrpo.launch.plan import is_managed, resolved
 from agrpo.metrics import sinks
 from agrpo.metrics.names import declared, metrics
 from agrpo.metrics.output import say
@@ -22,6 +22,13 @@ from agrpo.train import callbacks
 
 if TYPE_CHECKING:
     from agrpo.config.runner import Job
+
+
+# A server elsewhere, perhaps on GPUs, and a trainer here: both are taken as they stand, which may not be what was meant.
+ON_CPU = (
+    "planned for this machine, which has no GPU: the trainer runs on the CPU; for a machine with GPUs name them, for example "
+    "'run.devices={trainer: [0, 1]}'"
+)
 
 
 def start(job: Job) -> float | None:
@@ -73,6 +80,8 @@ def _preview(job: Job) -> None:
     config, warnings = planned(job)
     if job.devices and job.devices.assumed:
         warnings = warnings + _missing_here(job)
+    elif not job.devices and not is_managed(config) and not config.run.use_cpu:
+        warnings = [*warnings, ON_CPU]
     print(preview(resolved(config), warnings))
 
 

@@ -1,11 +1,36 @@
-"""The value that a sweep compares: the last finite number of a metric, whatever else the file holds."""
+"""What a plan without GPU says, and the value that a sweep compares: the last finite number of a metric."""
 
 import json
 
 import pytest
 
+from agrpo.config import compose
+from agrpo.config.devices import Devices, Gpu, assumed
+from agrpo.config.runner import Job, NeedsAssumedDevices
 from agrpo.errors import AgrpoError
-from agrpo.launch.job import objective
+from agrpo.launch.job import ON_CPU, objective, start
+
+ELSEWHERE = ["+recipe=quickstart", "server=external", "server.base_url=http://node7:8000", "sync=gloo"]
+
+
+def plan(tmp_path, capsys, *overrides, devices=Devices()):
+    tree = compose([*ELSEWHERE, f"run.output_dir={tmp_path / 'run'}", *overrides])
+    start(Job(tree, [], devices, dry_run=True, multirun=False, number=None))
+    return capsys.readouterr().out
+
+
+def test_a_server_elsewhere_and_no_gpu_here_is_planned_for_the_cpu_and_says_so(tmp_path, capsys):
+    # The recipe asks for the CPU; without that the trainer is there for want of a GPU.
+    assert ON_CPU not in plan(tmp_path, capsys)
+    text = plan(tmp_path, capsys, "run.use_cpu=false")
+    assert ON_CPU in text and "trainer0  on cpu" in text
+    one = Devices((Gpu("0", "test GPU", 81920, 9.0),))
+    assert ON_CPU not in plan(tmp_path, capsys, "run.use_cpu=false", devices=one)
+    named = ["run.use_cpu=false", "run.devices={trainer: [0, 1]}"]  # as the line says
+    with pytest.raises(NeedsAssumedDevices):
+        plan(tmp_path, capsys, *named)
+    text = plan(tmp_path, capsys, *named, devices=assumed({"run": {"devices": {"trainer": [0, 1]}}}))
+    assert "trainer1  on GPU 1 (assumed GPU)" in text and "planned for 2 GPUs of 80 GiB: this machine has none" in text
 
 
 def test_the_objective_is_the_last_finite_number_or_one_line(tmp_path):
