@@ -6,6 +6,7 @@ Standard library only, because every worker resolves its entries again.
 from __future__ import annotations
 
 import difflib
+import dis
 import functools
 import importlib
 import importlib.util
@@ -105,10 +106,43 @@ def _longest_module(shown: str, parts: list[str]) -> tuple[Any, list[str]]:
 
 
 def _instance(path: str, target: type, arguments: dict[str, Any]) -> Any:
+    lost = _lost_arguments(target, arguments)
+    if lost:
+        raise EntryError(f"scorer.functions: {path} has no parameter " + "; ".join(lost))
     try:
         return target(**arguments)
     except Exception as error:  # the user's constructor raised: its error is the message
         raise EntryError(f"scorer.functions: {path} cannot be built: {type(error).__name__}: {error}") from error
+
+
+def _lost_arguments(target: type, arguments: Mapping[str, Any]) -> list[str]:
+    """Arguments that end in a `**rest` which no constructor reads, each with what may be meant.
+
+    One that reads its rest may hand it on or keep it, so what it does with a name is not known here.
+    """
+    known: set[str] = set()
+    constructors = [vars(cls)["__init__"] for cls in target.__mro__ if inspect.isfunction(vars(cls).get("__init__"))]
+    for constructor in constructors:
+        parameters = inspect.signature(constructor).parameters.values()
+        known |= {p.name for p in [*parameters][1:] if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
+        rest = next((p.name for p in parameters if p.kind is p.VAR_KEYWORD), None)
+        if rest is None:
+            return []  # Python itself refuses what is left
+        if not _reads(constructor, rest):
+            return [_meant(name, sorted(known)) for name in sorted(set(arguments) - known)]
+    return []
+
+
+def _reads(function: Callable, variable: str) -> bool:
+    """Whether a function uses one of its own variables, by its name or through locals()."""
+    code = function.__code__
+    used = (i.argval for i in dis.get_instructions(code) if i.opname.startswith("LOAD"))
+    return variable in code.co_cellvars or "locals" in code.co_names or any(variable in (u if isinstance(u, tuple) else (u,)) for u in used)
+
+
+def _meant(name: str, known: Sequence[str]) -> str:
+    near = difflib.get_close_matches(name, known, n=1)
+    return f"{name}; " + (f"did you mean {near[0]}?" if near else f"it has {', '.join(known) or 'none'}")
 
 
 def _refuse_unnamed(path: str, target: Any) -> None:
@@ -169,12 +203,7 @@ def _unknown_arguments(shown: str, target: Callable) -> list[str]:
     except (TypeError, ValueError):
         return []
     known = [p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY) and p.name not in STANDARD]
-    lines = []
-    for name in sorted(set(target.keywords) - set(known)):
-        near = difflib.get_close_matches(name, known, n=1)
-        hint = f"did you mean {near[0]}?" if near else f"it has {', '.join(known) or 'none'}"
-        lines.append(f"{shown} has no parameter {name}; {hint}")
-    return lines
+    return [f"{shown} has no parameter {_meant(name, known)}" for name in sorted(set(target.keywords) - set(known))]
 
 
 def _signature_problems(

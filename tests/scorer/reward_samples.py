@@ -142,6 +142,32 @@ class Threshold:
         return [float(len(ids) > self.limit) for ids in completion_ids]
 
 
+class Scores:
+    def __call__(self, completions, **columns):
+        return [0.0 for _ in completions]
+
+
+class Forgetful(Scores):
+    def __init__(self, limit=200, **rest):
+        self.limit = limit
+
+
+class HandsOn(Forgetful):
+    def __init__(self, scale=1, **rest):
+        super().__init__(**rest)
+        self.scale = scale
+
+
+class Keeps(Scores):
+    def __init__(self, url, **options):
+        self.client = lambda: (url, options)
+
+
+class Strict(Scores):
+    def __init__(self, limit=200):
+        self.limit = limit
+
+
 class NotCallable:
     pass
 

@@ -73,6 +73,22 @@ def test_unusable_entry_gets_one_line(entry, line):
     assert len(found) == 1 and line in found[0] and found[0].startswith("scorer.functions: ") and "\n" not in found[0]
 
 
+@pytest.mark.parametrize(
+    ("name", "arguments", "line"),
+    [
+        ("Forgetful", {"lmit": 2}, "has no parameter lmit; did you mean limit?"),
+        ("Forgetful", {"weight": 2}, "has no parameter weight; it has limit"),
+        ("HandsOn", {"lmit": 2}, "has no parameter lmit; did you mean limit?"),  # handed on to one that forgets it
+        ("HandsOn", {"limit": 2, "scale": 3}, None),
+        ("Keeps", {"url": "http://x", "timeout": 3}, None),  # what it does with its rest is its own matter
+        ("Strict", {"lmit": 2}, "cannot be built: TypeError"),
+    ],
+)
+def test_a_misspelt_argument_of_a_class_is_refused_where_nothing_reads_it(name, arguments, line):
+    found = problems([{"_target_": S + name, **arguments}])
+    assert found == [] if line is None else len(found) == 1 and line in found[0]
+
+
 def test_all_faulty_entries_are_reported_together():
     found = problems([S + "number", S + "token_count", "nowhere.at.all"])
     assert len(found) == 2
