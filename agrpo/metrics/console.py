@@ -144,11 +144,15 @@ class Console:
         """A line that stays: above the live view, or simply the next line."""
         self.output.print(Text(self._safe(text)), soft_wrap=True)
 
+    def prose(self, text: str) -> None:
+        """As `note`, but a terminal gets it broken between words, not wherever its line ends."""
+        self.output.print(Text(self._safe(text)), soft_wrap=not self.output.is_terminal)
+
     def fail(self, verdicts: Sequence[str]) -> None:
         """The end of a run that failed: what its records say, before the failure itself is printed."""
         self.close()
         for line in ("", *verdicts, "") if verdicts else ():
-            self.note(line)
+            self.prose(line)
 
     def finish(
         self,
@@ -175,9 +179,9 @@ class Console:
         for name, points in (summary.get("eval") or self._history.evaluations).items():
             self.note(evaluation_line(name, points))
         if summary.get("tokens"):
-            self.note(token_line(summary["tokens"]))
+            self.prose(token_line(summary["tokens"]))
         for line in ("", *verdicts, "") if verdicts else ("",):
-            self.note(line)
+            self.prose(line)
         width = max((len(label) for label in paths), default=0)
         for label, path in paths.items():
             self.note(f"{label:<{width}}  {path}")

@@ -125,10 +125,10 @@ def test_quiet_leaves_the_start_warnings_and_the_end(tmp_path):
         console.completions([ROLLOUT])
         console.event("server", "ended with code 1 after 12 s, restart 1 of 3")
         console.finish({"tokens": TOKENS}, {"model": "/runs/a/model"})
-    run, warning, event, evaluation, tokens, _, model = file.getvalue().splitlines()
+    run, warning, event, evaluation, *tokens, _, model = file.getvalue().splitlines()
     assert (run, warning, model) == (f"run {tmp_path}, 7 steps", "warning: the context is short", "model  /runs/a/model")
     assert event.endswith("restart 1 of 3") and evaluation.startswith("heldout  0.520")
-    assert tokens == (
+    assert " ".join(line.strip() for line in tokens) == (
         "tokens  12.3k generated = 9.1k trained + 2.4k discarded (zero_std 1.9k, stale 300, timeout 150) + 500 untrained + "
         "321 in flight"
     )
@@ -215,6 +215,19 @@ def test_end_of_a_piped_run_is_ascii(tmp_path):
     text = file.getvalue()
     assert text.isascii() and max(map(len, text.splitlines())) <= 80
     assert "reward by step   (O = heldout)" in text and "heldout  0.520 (version 0) -> 0.940 (version 7)" in text
+
+
+def test_sentences_break_between_words_on_a_terminal_and_paths_nowhere(tmp_path):
+    verdict, path = "few-signals: " + "of the groups have equal rewards " * 5, "/runs/" + "folder/" * 20
+    ends = []
+    for terminal in (True, False):
+        console, file = make_console(tmp_path, terminal=terminal)
+        console.finish({"tokens": TOKENS}, {"model": path}, verdicts=[verdict])
+        ends.append(file.getvalue().splitlines())
+        assert ends[-1][-1] == f"model  {path}"
+    told = [line for line in ends[0] if "groups" in line or "rewards" in line]
+    assert len(told) > 1 and max(map(len, told)) <= 80 and " ".join(" ".join(told).split()) == verdict.strip()
+    assert [line.rstrip() for line in ends[1] if "groups" in line] == [verdict.strip()]
 
 
 def test_run_that_failed_before_its_first_step_still_lists_its_paths(tmp_path):
