@@ -35,12 +35,11 @@ def head_terms(
     (LOSS-16).
     """
     ids = torch.cat([target_ids[:, None], head_ids.clamp(min=0)], 1)
-    logprobs, entropy = _HeadTerms.apply(hidden, weight, bias, ids, scaling, kept)
-    return logprobs[:, 0], logprobs[:, 1:], entropy
+    return _HeadTerms.apply(hidden, weight, bias, ids, scaling, kept)
 
 
 class _HeadTerms(torch.autograd.Function):
-    """From hidden states to log-probs of `ids` [M, K + 1] and entropy [M]."""
+    """From hidden states to log-probs of `ids` [M, K + 1], the first apart, and entropy [M]."""
 
     @staticmethod
     def forward(ctx, hidden, weight, bias, ids, scaling, kept):
@@ -59,10 +58,12 @@ class _HeadTerms(torch.autograd.Function):
         ctx.save_for_backward(hidden, weight, bias, ids, log_mass, kept_logits)
         ctx.scaling, ctx.kept = scaling, kept
         ctx.mark_non_differentiable(entropy)
-        return logits - log_mass[:, None], entropy
+        # Two tensors, not views of one: FSDP2 hangs its hooks on what the model's forward returns.
+        return logits[:, 0] - log_mass, logits[:, 1:] - log_mass[:, None], entropy
 
     @staticmethod
-    def backward(ctx, grad, _):
+    def backward(ctx, of_targets, of_heads, _):
+        grad = torch.cat([of_targets[:, None], of_heads], 1)
         hidden, weight, bias, ids, log_mass, kept_logits = ctx.saved_tensors
         products = _Products(hidden, weight, bias, *ctx.needs_input_grad[:3])
         if ctx.kept is None:
