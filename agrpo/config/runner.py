@@ -1,4 +1,4 @@
-"""From the command line to a composed configuration: the only file that knows Hydra.
+"""From the command line to a composed configuration: this file and `overrides` alone know Hydra.
 
 Hydra's own runner is used, so sweepers, launchers, `--cfg` and `--config-dir` work. What it says badly is said here:
 unknown group options before it runs, unknown keys after (each override is added by force, and the reader of the tree
@@ -18,6 +18,7 @@ from typing import Any
 
 from agrpo.config import choices
 from agrpo.config.devices import Devices, assumed, detect
+from agrpo.config.overrides import one_line, prepare, shown
 from agrpo.errors import ConfigError
 
 ROOT = "train"
@@ -64,7 +65,7 @@ class Job:
 
 def run(request: Request, start: Callable[[Job], float | None]) -> None:
     """Compose each job of the request and hand it to `start`. Raises ConfigError for what Hydra refuses."""
-    overrides, problems = _prepare(request.overrides, request.config_dir, request.multirun)
+    overrides, problems = prepare(request.overrides, request.config_dir, request.multirun)
     if problems:
         raise ConfigError(problems + _faults_of_rest(request, overrides))
     if os.getcwd() not in sys.path:
@@ -95,7 +96,7 @@ def _run_hydra(request: Request, overrides: list[str], start: Callable, devices:
         except _Left as left:
             raise left.error from None
         except (HydraException, OmegaConfBaseException) as error:
-            raise ConfigError(_one_line(error)) from error
+            raise ConfigError(one_line(error)) from error
         except OSError:
             # The run folder could not be made: the checks name it, with everything else that is wrong.
             faults = _faults_of_rest(request, overrides)
@@ -125,7 +126,7 @@ class _Task:
         hydra = HydraConfig.get()
         folder = Path(hydra.runtime.output_dir)
         number = hydra.job.num if self.multirun else None
-        shown = _shown(list(hydra.overrides.task))
+        typed = shown(list(hydra.overrides.task))
         # Each job writes its own configuration; Hydra's copy for the sweep may hold a token.
         (Path(hydra.sweep.dir) / "multirun.yaml").unlink(missing_ok=True)
         try:
@@ -133,7 +134,7 @@ class _Task:
             _refuse_resume_in_new_folder(composed, tree)
             _fill_in(tree, folder, hydra.runtime.choices.get("recipe") or "default")
             devices = assumed(tree) if self.devices.assumed else self.devices
-            return self.start(Job(tree, shown, devices, self.dry_run, self.multirun, number, self.quiet))
+            return self.start(Job(tree, typed, devices, self.dry_run, self.multirun, number, self.quiet))
         except Exception as error:
             if os.getpid() != self.pid:
                 raise  # the launcher runs jobs elsewhere and reports them itself
@@ -154,7 +155,7 @@ def compose_tree(overrides: list[str], config_dir: str | None = None) -> dict[st
     from hydra.errors import HydraException
     from omegaconf.errors import OmegaConfBaseException
 
-    overrides, problems = _prepare(overrides, config_dir)
+    overrides, problems = prepare(overrides, config_dir)
     if problems:
         raise ConfigError(problems)
     path = [f"hydra.searchpath=[file://{Path(config_dir).resolve()}]"] if config_dir else []
@@ -165,7 +166,7 @@ def compose_tree(overrides: list[str], config_dir: str | None = None) -> dict[st
             composed = compose(ROOT, overrides + path)
         return _plain_tree(composed)
     except (HydraException, OmegaConfBaseException) as error:
-        raise ConfigError(_one_line(error)) from error
+        raise ConfigError(one_line(error)) from error
     finally:
         GlobalHydra.instance().hydra = outer
 
@@ -179,7 +180,7 @@ def _plain_tree(composed: Any) -> dict[str, Any]:
     try:
         return OmegaConf.to_container(composed, resolve=True, throw_on_missing=False)
     except OmegaConfBaseException as error:
-        raise ConfigError(_one_line(error)) from error
+        raise ConfigError(one_line(error)) from error
 
 
 def _refuse_resume_in_new_folder(composed: Any, tree: dict[str, Any]) -> None:
@@ -216,71 +217,6 @@ def _fill_in(tree: dict[str, Any], folder: Path, recipe: str) -> None:
         tree["rollout"]["trial_name"] = tree["rollout"].get("trial_name") or folder.name
 
 
-def _prepare(overrides: list[str], config_dir: str | None, multirun: bool = False) -> tuple[list[str], list[str]]:
-    """Overrides in the form Hydra takes without complaint, and the faults of those left out."""
-    from hydra.core.override_parser.overrides_parser import OverridesParser
-    from hydra.errors import HydraException
-
-    if config_dir and not Path(config_dir).is_dir():
-        raise ConfigError(f"--config-dir {config_dir} is not a folder")
-    parser, prepared, problems = OverridesParser.create(), [], []
-    groups = choices.groups(config_dir)
-    # A search path of the user's may hold options that are not visible here.
-    open_ended = any(o.startswith("hydra.searchpath") for o in overrides)
-    for text in overrides:
-        try:
-            override = parser.parse_overrides([text])[0]
-        except HydraException as error:
-            problems.append(f"{text} is not an override such as key=value: {_slip(text, config_dir) or _one_line(error)}")
-            continue
-        key = override.key_or_group
-        if not key:
-            problems.append(f"{text} is not an override such as key=value: {_slip(text, config_dir)}")
-            continue
-        if override.is_sweep_override() and not multirun:
-            problems.append(
-                f"{text} lists several values: add -m for one run per value, or quote a text that holds a comma: "
-                f"""'{key}="{text.split("=", 1)[1]}"'"""
-            )
-            continue
-        if key in groups and not override.is_delete():
-            faults = [] if open_ended else choices.faults(key, _chosen(override), config_dir)
-            problems += faults
-            prepared += [] if faults else [_as_choice(text, key)]
-        elif override.is_delete() or override.package is not None or "/" in key or key.split(".")[0] == "hydra":
-            prepared.append(text)
-        else:
-            prepared.append("++" + text.lstrip("+"))
-    return prepared, problems
-
-
-def _slip(text: str, config_dir: str | None) -> str | None:
-    """What is wrong with the form of an override, where it is one of the usual slips."""
-    if text in choices.options("recipe", config_dir):
-        return f"use +recipe={text}"
-    if text.startswith("=") or text.endswith("="):
-        return "no blanks may stand around ="
-    if text.endswith(":"):
-        return f"write {text[:-1]}=VALUE"
-    if "=" not in text:
-        return "write KEY=VALUE, without blanks around ="
-    missing = [close for start, close in ("[]", "{}", "()") if text.count(start) > text.count(close)]
-    return f"the closing {missing[0]} is missing" if missing else None
-
-
-def _as_choice(text: str, group: str) -> str:
-    """`recipe` alone is no part of the defaults list, so it alone is appended, whether or not the + was typed."""
-    return "+" * (group == "recipe") + text.lstrip("+")
-
-
-def _chosen(override: Any) -> list[str]:
-    """The option names an override chooses: one, a list, or those of a sweep."""
-    value = override.value()
-    if override.is_sweep_override():
-        return [str(v) for v in getattr(value, "list", [])]
-    return [str(v) for v in value] if isinstance(value, list) else [str(value)]
-
-
 def _faults_of_rest(request: Request, overrides: list[str]) -> list[str]:
     """Faults of the overrides that could be parsed: they belong into the same report. Sweeps are left out."""
     from agrpo.config import check
@@ -290,20 +226,6 @@ def _faults_of_rest(request: Request, overrides: list[str]) -> list[str]:
     except ConfigError as error:
         return [line for line in error.problems if "is required" not in line]
     return []
-
-
-def _shown(overrides: list[str]) -> list[str]:
-    """Overrides as a user would type them."""
-    return [o.removeprefix("++") for o in overrides]
-
-
-def _one_line(error: Exception) -> str:
-    """The useful part of an error: Hydra wraps it, so the innermost cause speaks."""
-    cause = error.__cause__ if isinstance(error.__cause__, Exception) else error
-    text = str(cause) or str(error)
-    key = getattr(cause, "full_key", None)
-    line = " ".join(text.replace(f"full_key: {key}", "").split(" object_type=")[0].split())
-    return line if not key or key in line else f"{key}: {line}"
 
 
 @contextlib.contextmanager

@@ -64,6 +64,13 @@ def test_a_slip_of_form_is_named(typed, words):
     assert not any("\n" in line for line in found)
 
 
+def test_a_launcher_that_is_not_installed_is_named_with_its_package(monkeypatch):
+    monkeypatch.setattr("agrpo.config.overrides.LAUNCHERS", {"slurm": "no-such-launcher"})
+    assert problems("hydra/launcher=submitit_slurm", "run.max_steps=-5") == [
+        "hydra/launcher=submitit_slurm needs the package no-such-launcher; run: pip install 'agrpo[slurm]'"
+    ]
+
+
 def test_all_faults_are_reported_together():
     found = problems("loss.epsilom=0.1", "run.max_steps=-5", "beta=0.1", "foo=1", "optimizer.adam_beta1=1")
     assert len(found) == 5
