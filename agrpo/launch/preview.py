@@ -128,8 +128,8 @@ def _memory(config: Config) -> list[str]:
         return [f"unknown: neither files on this machine nor the name of {config.model.path} tell the model's size"]
     memory = trainer_memory(config, shape)
     lines = [
-        f"model      {shape.num_parameters / 1e9:.2f} billion parameters (from {shape.source})",
-        f"trainer    {memory.peak / GIB:.1f} GiB per rank at the peak of a step, over {config.run.num_ranks} rank(s)",
+        f"model      {_count(shape.num_parameters)} parameters (from {shape.source})",
+        f"trainer    {_size(memory.peak)} per rank at the peak of a step, over {config.run.num_ranks} rank(s)",
     ]
     parts = {
         "weights": memory.weights,
@@ -141,14 +141,25 @@ def _memory(config: Config) -> list[str]:
         "layers gathered from the other ranks": memory.gathered,
         "weight sync, not at the same time as a step": memory.sync,
     }
-    lines += [f"           {size / GIB:.2f} GiB {what}" for what, size in parts.items() if size]
+    lines += [f"           {_size(size)} {what}" for what, size in parts.items() if size]
     if memory.host:
-        lines.append(f"           {memory.host / GIB:.1f} GiB of main memory: weights, gradients and state of {config.optimizer.name}")
+        lines.append(f"           {_size(memory.host)} of main memory: weights, gradients and state of {config.optimizer.name}")
     if not memory.activations:
         missing = [] if shape.text else ["the sizes in config.json"]
         missing += [] if token_budget(config) else ["packer.token_budget, else the server tells it"]
         lines.append(f"           activations are not estimated: they need {' and '.join(missing)}")
     return lines + _server_memory(config, shape) + _fit(config, memory.peak)
+
+
+def _size(num_bytes: float) -> str:
+    """2.24 GiB, 81.3 GiB, or 3.1 MiB below a tenth of one."""
+    if num_bytes < GIB / 10:
+        return f"{num_bytes / 2**20:.1f} MiB"
+    return f"{num_bytes / GIB:.{2 if num_bytes < 10 * GIB else 1}f} GiB"
+
+
+def _count(number: int) -> str:
+    return f"{number / 1e9:.2f} billion" if number >= 1e8 else f"{number / 1e6:.2f} million"
 
 
 def trainer_memory(config: Config, shape: Shape) -> Memory:
@@ -175,13 +186,13 @@ def _server_memory(config: Config, shape: Shape) -> list[str]:
         dtype = getattr(config.server, "dtype", None) or config.model.dtype
     weights = shape.num_parameters * BYTES[dtype]
     if not devices:
-        return [f"server     {weights / GIB:.1f} GiB: weights in {dtype}, beside the key-value cache"]
+        return [f"server     {_size(weights)}: weights in {dtype}, beside the key-value cache"]
     per_copy = getattr(config.server, "tensor_parallel_size", 1)
     share = getattr(config.server, "gpu_memory_utilization", 0.9)
     total = config.devices.gpus[devices[0]].memory_mib * 2**20 * share
     cache = total - weights / per_copy
     return [
-        f"server     {weights / per_copy / GIB:.1f} GiB per GPU: weights in {dtype}; {cache / GIB:.1f} GiB left for "
+        f"server     {_size(weights / per_copy)} per GPU: weights in {dtype}; {cache / GIB:.1f} GiB left for "
         f"the key-value cache ({share:.0%} of the GPU)"
     ]
 

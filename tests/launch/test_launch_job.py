@@ -21,7 +21,8 @@ def plan(tmp_path, capsys, *overrides, devices=Devices()):
 
 def test_a_server_elsewhere_and_no_gpu_here_is_planned_for_the_cpu_and_says_so(tmp_path, capsys):
     # The recipe asks for the CPU; without that the trainer is there for want of a GPU.
-    assert ON_CPU not in plan(tmp_path, capsys)
+    text = plan(tmp_path, capsys)
+    assert ON_CPU not in text and "0.82 million parameters" in text and "3.1 MiB weights" in text
     text = plan(tmp_path, capsys, "run.use_cpu=false")
     assert ON_CPU in text and "trainer0  on cpu" in text
     one = Devices((Gpu("0", "test GPU", 81920, 9.0),))
