@@ -1,6 +1,7 @@
 """The design's rules of place: imports go down, stations are strangers, an option's name stays at home."""
 
 import ast
+import functools
 import re
 import subprocess
 import sys
@@ -121,6 +122,7 @@ def test_an_options_name_appears_only_at_home():
                     assert not re.fullmatch(name, word), f"{relative} knows the option {group}={name}"
 
 
+@functools.cache  # each option asks for those of every file
 def strings_in_code(path: Path) -> list[str]:
     tree = ast.parse(path.read_text())
     documentation = {
@@ -150,6 +152,12 @@ def test_a_plan_loads_no_torch():
     modules += [m for m in targets() if m]
     code = f"import importlib, sys\nfor m in {modules!r}: importlib.import_module(m)\n"
     code += "assert not {'torch', 'transformers', 'vllm'} & set(sys.modules), sorted(sys.modules)"
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=PACKAGE.parent)
+
+
+def test_the_tokenizer_is_loaded_without_what_trains():
+    """The rollout process imports this; PyTorch itself comes with the tokenizer's library, the rest is of no use there."""
+    code = "import sys, agrpo.model.tokenizer\nassert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True, cwd=PACKAGE.parent)
 
 

@@ -23,7 +23,8 @@ from agrpo.sync.gloo import Gloo
 from tests.standins import tiny_qwen3
 
 BOTH = ["embedded", pytest.param("vllm", marks=pytest.mark.vllm)]
-MOST_ALIVE = 2  # each holds one to two gigabytes; the one not asked for longest is stopped first
+# Of all workers of pytest-xdist; each holds one to two gigabytes, and the one not asked for longest is stopped first.
+MOST_ALIVE = max(1, 2 // int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1")))
 START_LIMIT_S = 240.0
 ENVIRONMENT = {
     "VLLM_SERVER_DEV_MODE": "1",
