@@ -12,15 +12,15 @@ from __future__ import annotations
 import json
 import re
 import time
-import urllib.error
-import urllib.request
 from collections.abc import Callable
+from http.client import HTTPException
 from pathlib import Path
 
 from agrpo.launch import diagnosis
 from agrpo.launch.processes import Child, Launch, kill, spawn, stop
 from agrpo.lifecycle import Life
 from agrpo.metrics.console import Console
+from agrpo.sync.control import exchange
 
 GRACE_S = 3.0  # between SIGTERM and SIGKILL
 WINDOW_S = 3600.0  # over which restarts are counted
@@ -218,35 +218,27 @@ def last_words(child: Child | None) -> str:
 def health(url: str, limit_s: float = 5.0) -> str:
     """`healthy`, or why not, in a few words."""
     try:
-        with urllib.request.urlopen(f"{url}/health", timeout=limit_s) as answer:
-            return "healthy" if answer.status == 200 else f"HTTP {answer.status}"
-    except urllib.error.HTTPError as error:
-        return f"HTTP {error.code}"
-    except (OSError, ValueError) as error:
-        return f"no answer: {getattr(error, 'reason', error)}"
+        status, _ = exchange(url, "GET", "/health", limit_s)
+    except (OSError, HTTPException, ValueError) as error:
+        return f"no answer: {error}"
+    return "healthy" if status == 200 else f"HTTP {status}"
 
 
 def weight_label(url: str, limit_s: float = 5.0) -> str | None:
     """How the server labels its weights; None where it does not say."""
     try:
-        with urllib.request.urlopen(f"{url}/weight_info", timeout=limit_s) as answer:
-            label = json.load(answer).get("weight_version")
-            return None if label is None else str(label)
-    except (OSError, ValueError, AttributeError):
+        status, text = exchange(url, "GET", "/weight_info", limit_s)
+        label = json.loads(text).get("weight_version") if status == 200 else None
+    except (OSError, HTTPException, ValueError, AttributeError):
         return None
+    return None if label is None else str(label)
 
 
 def is_labelled(url: str) -> bool:
     """Whether each token of its answers comes with the label of its weights."""
-    # An empty request is refused: with 403 by a vLLM without --enable-scale-out, with 404 where the path is missing.
-    request = urllib.request.Request(
-        f"{url}/inference/v1/generate", b"{}", {"Content-Type": "application/json"}, method="POST"
-    )
     try:
-        urllib.request.urlopen(request, timeout=5).close()
-    except urllib.error.HTTPError as error:
-        if error.code in (403, 404):
-            return False
-    except OSError:
+        # An empty request is refused: with 403 by a vLLM without --enable-scale-out, with 404 where the path is missing.
+        status, _ = exchange(url, "POST", "/inference/v1/generate", 5.0, {})
+    except (OSError, HTTPException, ValueError):
         return False
-    return weight_label(url) is not None
+    return status not in (403, 404) and weight_label(url) is not None

@@ -6,8 +6,10 @@ a call goes to all of them; nothing is retried here, because a repeated weight u
 
 from __future__ import annotations
 
+import contextlib
 import http.client
 import json
+import socket
 import threading
 from collections.abc import Sequence
 from concurrent.futures import Future
@@ -37,22 +39,13 @@ class ServerControl:
     def request(self, url: str, method: str, path: str, body: Any = None, timeout_s: float | None = None) -> Any:
         """One call to one server; returns the decoded JSON answer, {} for an empty one. Raises ServerError."""
         limit = self.timeout_s if timeout_s is None else timeout_s
-        parts = urlsplit(url)
-        connect = http.client.HTTPSConnection if parts.scheme == "https" else http.client.HTTPConnection
-        connection = connect(parts.hostname or "localhost", parts.port, timeout=limit)
-        payload = None if body is None else json.dumps(body).encode()
-        headers = {"Content-Type": "application/json"} if payload is not None else {}
         where = f"{method} {url}{path}"
         try:
-            connection.request(method, parts.path + path, payload, headers)
-            answer = connection.getresponse()
-            status, text = answer.status, answer.read().decode("utf-8", "replace")
+            status, text = exchange(url, method, path, limit, body)
         except TimeoutError as error:
             raise ServerError(f"{where}: no answer within {limit:g} s; raise server.timeout") from error
         except (OSError, http.client.HTTPException) as error:
             raise ServerError(f"{where}: {type(error).__name__}: {error}") from error
-        finally:
-            connection.close()
         if status >= 400:
             # vLLM answers 403 on the token endpoint where it was started without the flag that its answer names.
             is_missing = status == 404 or (status == 403 and "--enable-scale-out" in text)
@@ -168,6 +161,46 @@ class ServerControl:
             as_ids = {"return_token_ids": True, "return_tokens_as_token_ids": True}
             body = {"prompt": list(token_ids), **params, **as_ids, **named}
             return _with_content(self.request(url, "POST", "/v1/completions", body)["choices"][0])
+
+
+def exchange(url: str, method: str, path: str, limit_s: float, body: Any = None) -> tuple[int, str]:
+    """Status and text of one call, which goes to the server itself whatever proxy the environment names.
+
+    TimeoutError after `limit_s` seconds in all, also where single bytes keep arriving; OSError or HTTPException.
+    """
+    parts = urlsplit(url)
+    connect = http.client.HTTPSConnection if parts.scheme == "https" else http.client.HTTPConnection
+    connection = connect(parts.hostname or "localhost", parts.port, timeout=limit_s)
+    payload = None if body is None else json.dumps(body).encode()
+    headers = {} if payload is None else {"Content-Type": "application/json"}
+    is_late = threading.Event()
+    try:
+        connection.connect()
+        timer = threading.Timer(limit_s, _cut, (connection.sock, is_late))
+        timer.daemon = True
+        timer.start()
+        try:
+            connection.request(method, parts.path + path, payload, headers)
+            answer = connection.getresponse()
+            text = answer.read().decode("utf-8", "replace")
+        finally:
+            timer.cancel()
+    except (OSError, http.client.HTTPException) as error:
+        if is_late.is_set():
+            raise TimeoutError("timed out") from error
+        raise
+    finally:
+        connection.close()
+    if is_late.is_set():  # what ends with the connection is read as if it were whole
+        raise TimeoutError("timed out")
+    return answer.status, text
+
+
+def _cut(connection: socket.socket, is_late: threading.Event) -> None:
+    """The limit of the socket itself begins anew with every byte."""
+    is_late.set()
+    with contextlib.suppress(OSError):
+        connection.shutdown(socket.SHUT_RDWR)
 
 
 def _with_content(choice: dict) -> dict:
