@@ -172,6 +172,25 @@ def test_secrets_are_in_no_file_that_others_read(tmp_path, monkeypatch):
     assert not (run_dir / "state" / "secrets.json").exists()
 
 
+def test_secrets_are_known_by_name_option_or_place_and_nothing_else_is(tmp_path):
+    from agrpo.config import secrets
+
+    told = {
+        "headers": {"x-api-key": SECRET, "Authorization": SECRET, "cookie": SECRET, "accept": "json"}, "openaiApiKey": SECRET, "db_pwd": SECRET,
+        "secret_key": SECRET, "arguments": ["--hf-token", SECRET, f"--api-key={SECRET}", "--max-tokens", "7"],
+        "base_url": f"http://me:{SECRET}@node7:8000", "plain_url": "http://node7:8000/a@b", "monkey": "a", "token_budget": "7", "tokenizer": "t",
+    }  # fmt: skip
+    tree = json.loads(json.dumps(told))
+    hidden = secrets.hide(tree)
+    assert SECRET not in json.dumps(tree) and len(hidden) == 9
+    plain = ("plain_url", "monkey", "token_budget", "tokenizer")
+    assert {k: tree[k] for k in plain} == {k: told[k] for k in plain} and tree["headers"]["accept"] == "json"
+    assert tree["arguments"] == ["--hf-token", "***", "--api-key=***", "--max-tokens", "7"]
+    secrets.save(hidden, tmp_path)
+    secrets.restore(tree, tmp_path)
+    assert tree == told
+
+
 def test_the_plan_shows_no_secret(tmp_path):
     settings, _ = configuration(tmp_path)
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), str(ROOT)])}
