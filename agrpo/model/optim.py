@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib
 import inspect
+import json
+import logging
 import math
 from dataclasses import dataclass
 from typing import Any
@@ -19,6 +22,7 @@ OPTIMIZERS: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
     "adafactor": (torch.optim.Adafactor, {}),
     "sgd": (torch.optim.SGD, {}),
 }
+_log = logging.getLogger(__name__)
 _FIRST_SCALE, _GROWTH_STEPS = 2.0**16, 1000  # float16 loss scale: halved on overflow, doubled after so many good steps
 
 
@@ -41,6 +45,8 @@ class Updater:
         self.optimizer = open_optimizer(model, section)
         self.scheduler = open_schedule(self.optimizer, section, max_steps)
         self.loss_scale, self.good_steps, self.is_scaled = (_FIRST_SCALE if scaled else 1.0), 0, scaled
+        self._settings = {**dataclasses.asdict(section), "max_steps": max_steps}
+        self._configured = [{k: v for k, v in g.items() if k not in ("params", "lr")} for g in self.optimizer.param_groups]
 
     @property
     def learning_rate(self) -> float:
@@ -90,11 +96,29 @@ class Updater:
     def state_dict(self) -> dict[str, Any]:
         """Everything but the optimizer's tensors, as JSON can hold it."""
         schedule = {k: v for k, v in self.scheduler.state_dict().items() if k != "lr_lambdas"}
-        return {"schedule": schedule, "loss_scale": self.loss_scale, "good_steps": self.good_steps}
+        scale = {"loss_scale": self.loss_scale, "good_steps": self.good_steps}
+        return {"schedule": schedule, **scale, "settings": self._settings}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
+        """After the optimizer's own state, which brings the rates and the other settings of the run that saved it: where the
+        configuration has changed since, it holds."""
         self.scheduler.load_state_dict({**self.scheduler.state_dict(), **state["schedule"]})
         self.loss_scale, self.good_steps = state["loss_scale"], state["good_steps"]
+        now = json.loads(json.dumps(self._settings))
+        before = state.get("settings", now)
+        changed = [f"optimizer.{k}={v} (was {before.get(k)})" for k, v in now.items() if v != before.get(k) and k != "max_steps"]
+        if changed:
+            _log.warning("since the checkpoint was saved: %s", ", ".join(changed))
+        if now != before:
+            self._configure()
+
+    def _configure(self) -> None:
+        """Settings of the configuration, and its rate at this point of its schedule; moments stay."""
+        self.scheduler.base_lrs = [configured["initial_lr"] for configured in self._configured]
+        factors = [factor(self.scheduler.last_epoch) for factor in self.scheduler.lr_lambdas]
+        for group, configured, factor in zip(self.optimizer.param_groups, self._configured, factors, strict=True):
+            group.update(configured, lr=configured["initial_lr"] * factor)
+        self.scheduler._last_lr = [group["lr"] for group in self.optimizer.param_groups]
 
 
 def open_optimizer(model: torch.nn.Module, section: Any) -> torch.optim.Optimizer:

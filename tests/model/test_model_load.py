@@ -311,6 +311,30 @@ def test_a_resumed_run_is_bit_equal_to_an_uninterrupted_one(folder, tmp_path):
         assert torch.equal(tensor, reference), name
 
 
+def test_optimizer_settings_changed_since_the_checkpoint_hold_and_moments_stay(folder, tmp_path, caplog):
+    """Two of nine cosine steps at 1e-2 are done; going on at 3e-5 the rate is 3e-5 (1 + cos(2 pi / 9)) / 2."""
+
+    def start(**settings):
+        model = load.load_model(Model(path=str(folder), precision="no"), "cpu")
+        return model, Updater(model, Optimizer(**{"learning_rate": 1e-2, "lr_scheduler_type": "cosine", **settings}), 9)
+
+    first, first_updater = start()
+    for seed in (1, 2):
+        first_updater.backward(_loss(first, seed))
+        first_updater.step()
+    checkpoint.save(path := checkpoint.folder_of(tmp_path, 2), first, first_updater, {})
+    second, second_updater = start(learning_rate=3e-5, weight_decay=0.1, adam_beta1=0.7)
+    checkpoint.load(path, second, second_updater)
+    assert second_updater.learning_rate == pytest.approx(3e-5 * (1 + np.cos(2 * np.pi / 9)) / 2, rel=1e-12)
+    matrices, vectors = second_updater.optimizer.param_groups
+    assert matrices["betas"] == vectors["betas"] == (0.7, 0.999) and (matrices["weight_decay"], vectors["weight_decay"]) == (0.1, 0.0)
+    assert "optimizer.learning_rate=3e-05 (was 0.01)" in caplog.text and "lr_scheduler_type" not in caplog.text
+    one, two = (next(iter(u.optimizer.state.values())) for u in (first_updater, second_updater))
+    assert torch.equal(one["exp_avg"], two["exp_avg"]) and one["step"] == two["step"] == 2
+    second_updater.backward(_loss(second, 3))
+    assert second_updater.step().learning_rate < 3e-5
+
+
 def test_checkpoint_folders(folder, tmp_path):
     model = load.load_model(Model(path=str(folder)), "cpu")
     updater = Updater(model, Optimizer(), None)
