@@ -191,7 +191,7 @@ class Evaluations:
         """Have `names` run with the servers' weights, those of `step`, and wait until none runs. All ranks.
 
         A server that is started again meanwhile gets the weights. StallError once the rollout process, which watches its
-        own progress, has sent nothing for `timeout_s` seconds.
+        own progress, has sent nothing for `timeout_s` seconds. A signal ends the wait: everything else is saved by now.
         """
         self._heard_at, self._last, self._step = time.monotonic(), list(names), step
         while (kind := self.ranks.share(self._works() if self.ranks.is_first else None).kind) != "end":
@@ -200,6 +200,9 @@ class Evaluations:
                 self.resend()
 
     def _works(self) -> list[Work]:
+        if self.is_asked_to_stop():
+            self._record.void()
+            return [END] * self.ranks.world_size
         # A run that was complete when it was resumed comes here before the rollout process is there.
         if self.feeder.await_rollout(LOOK_S) and self._last:
             self._record.ask(self._last, self.trainer.version, self._step, is_alone=True)

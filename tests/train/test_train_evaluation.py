@@ -167,3 +167,12 @@ def test_the_end_waits_for_what_runs_then_for_the_last_and_only_while_the_rollou
     assert part.asked() == [(3, ["held"], True)]
     with pytest.raises(StallError, match="sent nothing for 1 s during the final evaluation of held"):
         part.evaluations.finish(["held"], 2)
+
+
+@pytest.mark.parametrize("part", [{"at_end": True}], indirect=True)
+def test_a_signal_ends_the_wait_for_the_last_evaluation(part):
+    """A run whose machine is taken away has a minute or less, and its model is saved already."""
+    threading.Timer(0.3, lambda: setattr(part, "is_stopped", True)).start()
+    part.evaluations.finish(["held"], 2)
+    assert part.asked() == [(1, ["held"], True)]
+    wait_until(lambda: any(isinstance(m, wire.StopEval) for m in part.end.evaluations))
