@@ -10,6 +10,7 @@ class AgrpoError(Exception):
 
     exit_code = 1
     is_consequence = False  # of another process's end, whose reason is that of the run
+    is_expiry = False  # of a wait: what everybody was doing then is worth keeping
 
 
 class ConfigError(AgrpoError):
@@ -38,6 +39,7 @@ class StallError(AgrpoError):
     """A wait reached its deadline (exit code 6); the text says what was awaited and since when."""
 
     exit_code = 6
+    is_expiry = True
 
 
 class RolloutFailure(Exception):

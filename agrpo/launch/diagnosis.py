@@ -19,8 +19,11 @@ ERRORS = {error.exit_code: error for error in (ConfigError, ServerError, Contrac
 
 def died(child: Child, children: list[Child], history: str = "") -> AgrpoError:
     """The error for a process that ended when it should not have; its exit code is that of the run (CLI-11)."""
-    error = ERRORS.get(child.code, ServerError if child.name == "server" else AgrpoError)
-    return error(_paragraph(f"{child.name} {ending(child)}{history}", child, children))
+    kind = ERRORS.get(child.code, ServerError if child.name == "server" else AgrpoError)
+    error = kind(_paragraph(f"{child.name} {ending(child)}{history}", child, children))
+    # One that gave up on a server: the server still does what it did when it should have answered.
+    error.is_expiry |= kind is ServerError and child.name != "server"
+    return error
 
 
 def ending(child: Child) -> str:
@@ -52,7 +55,9 @@ def not_healthy(
 ) -> ServerError:
     """The error for a server that does not become healthy in time (SRV-2)."""
     head = f"the server at {', '.join(urls)} is not healthy after {limit:g} s ({answer}); raise server.timeout"
-    return ServerError(_paragraph(head, child, children) if child else head)
+    error = ServerError(_paragraph(head, child, children) if child else head)
+    error.is_expiry = True
+    return error
 
 
 def cause(dead: list[Child]) -> Child:

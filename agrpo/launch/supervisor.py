@@ -20,7 +20,7 @@ from typing import Any
 
 from agrpo.config import Config
 from agrpo.config.checkpoint_folder import start_of
-from agrpo.errors import StallError
+from agrpo.errors import AgrpoError
 from agrpo.launch import diagnosis, plan, run_folder
 from agrpo.launch.check import check_at_start
 from agrpo.launch.dump import dump
@@ -127,17 +127,17 @@ class Supervisor:
             self.start(check_server)
             self.watch()
             return self.finish()
-        except StallError as stall:
+        except BaseException as error:
             self.console.close()
+            kept = None
             try:
-                folder = dump(self.run_dir, self.children)
+                if isinstance(error, AgrpoError) and error.is_expiry and self.children:
+                    kept = dump(self.run_dir, self.children)
             finally:
                 self.stop_all()
-            raise StallError(f"{stall}\nStacks, logs and states of all processes: {folder}") from stall
-        except BaseException:
-            self.console.close()
-            self.stop_all()
-            raise
+            if kept is None:
+                raise
+            raise type(error)(f"{error}\nStacks, logs and states of all processes: {kept}") from error
 
     # start
 

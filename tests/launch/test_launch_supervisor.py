@@ -276,6 +276,8 @@ def test_a_server_that_never_gets_healthy(tmp_path):
     assert code == 4
     assert "not healthy after 1.5 s (HTTP 503)" in err and "server.timeout" in err
     assert (folder / "failure.txt").read_text() == err and not (folder / "summary.json").exists()
+    assert str(folder / "stall") in err and "Loading shards" in (folder / "stall" / "server.log.txt").read_text()
+    assert (folder / "stall" / "server.stacks.txt").exists()
 
 
 def test_first_signal_saves_and_ends_cleanly(tmp_path):
