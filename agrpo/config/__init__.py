@@ -168,6 +168,10 @@ def load(run_dir: Path | str) -> Config:
     """The configuration of a started run, in one of its processes."""
     import yaml
 
-    tree = yaml.safe_load((Path(run_dir) / "config.yaml").read_text())
+    path = Path(run_dir) / "config.yaml"
+    try:
+        tree = yaml.safe_load(path.read_text())
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path} is damaged: {' '.join(str(error).split())}") from error
     secrets.restore(tree, Path(run_dir))
     return read(tree)

@@ -56,3 +56,18 @@ def start_of(resume: str | None, run_dir: Path) -> str:
         return "fresh, from step 0"
     step = step_of(folder)
     return str(folder) if step is None else f"step {step} ({folder})"
+
+
+def set_aside(checkpoints: Path, step: int, start: Path | None) -> list[Path]:
+    """Rename what another course of this run saved at `step` or later, so that neither `run.resume=auto` nor
+    `checkpoint.save_total_limit` takes it for this one's. `start` is the checkpoint the run goes on from. The new names.
+    """
+    renamed = []
+    for path in complete(checkpoints):
+        if step_of(path) < step or (start is not None and path.samefile(start)):
+            continue
+        number = 1
+        while (name := path.with_name(f"left-{number}-{path.name}")).exists():
+            number += 1
+        renamed.append(path.rename(name))
+    return renamed

@@ -81,6 +81,18 @@ def prompts_of(rows: Rows | Stream | None, shuffle: bool, seed: int) -> Prompts 
     return Prompts(rows, shuffle, seed) if hasattr(rows, "__len__") else StreamPrompts(rows)
 
 
+def order_of(rows: Rows | Stream | None, data: Any, run_seed: int) -> str | None:
+    """What decides which row a group id means, in words; None where that is not the order of a data set."""
+    if not hasattr(rows, "__len__"):
+        return None
+    return f"data.shuffle=true with seed {seed_of(data, run_seed)}" if data.shuffle else "data.shuffle=false"
+
+
+def seed_of(data: Any, run_seed: int) -> int:
+    """The seed of the order."""
+    return run_seed if data.seed is None else data.seed
+
+
 def permutation(num_rows: int, seed: int, epoch: int) -> np.ndarray:
     """[num_rows] int64 order of an epoch. Sorting raw Philox words, because numpy keeps only the raw words stable over releases."""
     words = np.random.Philox(key=np.array([seed, epoch], np.uint64)).random_raw(num_rows)

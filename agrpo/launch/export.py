@@ -68,6 +68,10 @@ def export(path: Path, output: Path | None, kind: str | None, repo: str | None, 
         if output.exists():
             output.rmdir()
         beside.rename(output)
+    except OSError as error:
+        if error.errno is None:  # of a library: no file of the system's, but a model that it did not find
+            raise ConfigError(f"{source.run_dir}: {' '.join(str(error).split())}") from error
+        raise ConfigError(f"--output: {output} could not be written: {error.strerror}; choose another folder") from error
     finally:
         shutil.rmtree(beside, ignore_errors=True)
     if repo is not None:

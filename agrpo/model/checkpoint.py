@@ -12,6 +12,7 @@ leaves the previous one usable (RES-11).
 from __future__ import annotations
 
 import json
+import logging
 import os
 import random
 import shutil
@@ -31,12 +32,14 @@ from torch.distributed.checkpoint.api import CheckpointException
 from agrpo.config.checkpoint_folder import SHARDS, UPDATER, complete, fault, is_complete
 from agrpo.errors import ConfigError, ServerError
 from agrpo.lifecycle import NO_SPACE
+from agrpo.model import folders
 from agrpo.model.adapter import CONFIG_FILE, adapter_config, has_adapter, write_adapter
 from agrpo.model.optim import Updater
 from agrpo.model.shard import COMPUTE_DTYPES
 from agrpo.model.weights import adapter_tensors, gathered, plain_tensors
 
 ADAPTER = "adapter"
+_log = logging.getLogger(__name__)
 # What a resumed run must share with the run that saved, to find its tensors and to go on as before.
 _SHAPE_OF_ADAPTER = {"r": "r", "lora_alpha": "alpha", "target_modules": "target_modules", "use_dora": "options.use_dora"}
 _NO_SPACE_TEXTS = (*map(os.strerror, sorted(NO_SPACE)), "PytorchStreamWriter failed writing file")
@@ -67,7 +70,10 @@ def save(folder: Path, model: torch.nn.Module, updater: Updater | None, files: d
                 (beside / name).write_bytes(content if is_binary else json.dumps(content).encode())
     _barrier()
     if rank == 0:
-        _replace(folder, beside)
+        folders.settle(beside)
+        folders.replace(folder, beside)
+        for left in folder.parent.glob(".step-*"):  # by a run that was killed while it wrote one
+            shutil.rmtree(left, ignore_errors=True)
     _barrier()
 
 
@@ -93,16 +99,6 @@ def _is_no_space(error: Any) -> bool:
     if getattr(error, "errno", None) in NO_SPACE or any(text in str(error) for text in _NO_SPACE_TEXTS):
         return True
     return any(map(_is_no_space, (*failures, *causes)))
-
-
-def _replace(folder: Path, beside: Path) -> None:
-    """Give `beside` the name `folder`; what has that name stays whole until then, since deleting takes long."""
-    replaced = folder.with_name(f".{folder.name}.replaced")
-    shutil.rmtree(replaced, ignore_errors=True)
-    if folder.exists():
-        folder.rename(replaced)
-    beside.rename(folder)
-    shutil.rmtree(replaced, ignore_errors=True)
 
 
 def load(folder: Path, model: torch.nn.Module, updater: Updater) -> dict[str, Any]:
@@ -133,8 +129,22 @@ def restore_weights(folder: Path, model: torch.nn.Module) -> None:
     """Only the trained weights of a checkpoint, of any kind. Raises ConfigError for a folder that is none."""
     if not is_complete(folder):
         raise ConfigError(f"{folder} is no checkpoint; give a run's folder, or one of its folders checkpoints/step-NNNNNN")
-    state = _read(folder, model, None)
-    dcp_state.set_model_state_dict(model, state["model"], options=_FROZEN_STAY)
+    try:
+        state = _read(folder, model, None)
+        dcp_state.set_model_state_dict(model, state["model"], options=_FROZEN_STAY)
+    except ConfigError:
+        raise
+    except (Exception, CheckpointException) as error:
+        others = [p.name for p in complete(folder.parent) if p.name != folder.name]
+        remedy = f"take another: {', '.join(others)}" if others else "no other is beside it"
+        raise ConfigError(f"{folder} is damaged or belongs to another model ({fault_in_words(error)}); {remedy}") from error
+
+
+def fault_in_words(error: Any) -> str:
+    """What the reader of a damaged checkpoint found, in one line; torch keeps it by rank."""
+    failures = list(getattr(error, "failures", {}).values())
+    cause = failures[0][0] if failures else error
+    return f"{type(cause).__name__}: {cause}".rstrip(": ").splitlines()[0]
 
 
 def _read(folder: Path, model: torch.nn.Module, updater: Updater | None) -> dict[str, Any]:
@@ -168,7 +178,10 @@ def prune(checkpoints: Path, limit: int | None) -> None:
     if limit is None or _rank() != 0:
         return
     for path in complete(checkpoints)[:-limit]:
-        shutil.rmtree(path)
+        try:
+            folders.remove(path)
+        except OSError as error:
+            _log.warning("%s could not be removed (checkpoint.save_total_limit=%d): %s", path, limit, error)
 
 
 def export(model: torch.nn.Module, tokenizer: Any, path: Path, dtype: torch.dtype | None) -> None:
@@ -192,7 +205,7 @@ def export_merged(model: torch.nn.Module, tokenizer: Any, path: Path, dtype: tor
         shutil.rmtree(beside, ignore_errors=True)
         beside.mkdir(parents=True)
         _write(model, tokenizer, beside, state, dtype)
-        _replace(path, beside)
+        folders.replace(path, beside)
     _barrier()
 
 
@@ -214,7 +227,7 @@ def _write_adapter(model: torch.nn.Module, path: Path) -> None:
     shutil.rmtree(beside, ignore_errors=True)
     beside.mkdir(parents=True)
     write_adapter(beside, adapter_config(model), tensors)
-    _replace(path, beside)
+    folders.replace(path, beside)
 
 
 def export_dtype(section: Any) -> torch.dtype | None:

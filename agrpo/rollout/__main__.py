@@ -165,7 +165,7 @@ async def build_loop(
     evaluations: dict[str, Any],
 ) -> Any:
     """The producing loop with every part it works with."""
-    from agrpo.data.prompts import prompts_of
+    from agrpo.data.prompts import prompts_of, seed_of
     from agrpo.rollout.concurrency import Cap, Places
     from agrpo.rollout.loop import Loop
     from agrpo.rollout.server_watch import ServerWatch
@@ -180,7 +180,7 @@ async def build_loop(
         link.start.concurrency_cap,
     )
     text = "%s at %s: context %d tokens, at most %d rollouts at first"
-    prompts = prompts_of(rows, config.data.shuffle, _seed(config.data.seed, config.run.seed))
+    prompts = prompts_of(rows, config.data.shuffle, seed_of(config.data, config.run.seed))
     _log.info(text, client.model_name, ", ".join(client.urls), client.max_model_len, cap.value)
     places = Places(cap)
     return Loop(
@@ -319,10 +319,6 @@ async def open_evaluating(
     slots = Slots(player, client, Places(cap), failures, settings.on_error == "abort")
     judge = _judge(config, scorer, window, None, None, custom, player)
     return Evaluating(await open_evaluations(config, stack), slots, judge, progress)
-
-
-def _seed(own: int | None, run: int) -> int:
-    return run if own is None else own
 
 
 if __name__ == "__main__":

@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from agrpo.config import Config
-from agrpo.config.checkpoint_folder import resumed
+from agrpo.config.checkpoint_folder import resumed, set_aside
+from agrpo.data.prompts import order_of
 from agrpo.data.rows import gives_prompts
 from agrpo.errors import AgrpoError, ContractError, ServerError, StallError
 from agrpo.ledger import Intervals, Ledger
@@ -76,12 +77,15 @@ class TrainRun:
         self.updater = Updater(self.model, config.optimizer, num_updates, scaled)
         rows = config.data.open(needs_prompt=not gives_prompts(config)) if self.ranks.is_first else None
         self.num_rows = len(rows) if hasattr(rows, "__len__") else None
-        self.fingerprint = getattr(rows, "fingerprint", None)
+        self.fingerprint, self.order = getattr(rows, "fingerprint", None), order_of(rows, config.data, config.run.seed)
         self.resumed_from = resumed(config.run.resume, self.run_dir)
         if self.resumed_from is not None:
             self.life.beat("restoring the checkpoint")
-            self.progress = restore(self.resumed_from, self.model, self.updater, config.run, self.fingerprint)
+            self.progress = restore(self.resumed_from, self.model, self.updater, config.run, self.fingerprint, self.order)
             self._epoch = self.ranks.tell(self._epochs_of(self.progress.ledger))
+        if self.ranks.is_first:
+            for path in set_aside(self.run_dir / "checkpoints", self.progress.step, self.resumed_from):
+                _log.warning("%s is of another course of this run; it may be deleted", path)
         self._open_sync()
         if self.ranks.is_first:
             self._open_feed()
@@ -267,7 +271,7 @@ class TrainRun:
         folder = checkpoints.folder_of(self.run_dir / "checkpoints", self.progress.step)
         self.progress.callbacks = self.callbacks.kept_states()
         fed = self.feeder.state() if self.ranks.is_first else None
-        save(folder, self.model, self.updater, self.config.checkpoint, self.progress, fed, self.fingerprint)
+        save(folder, self.model, self.updater, self.config.checkpoint, self.progress, fed, self.fingerprint, self.order)
         if self.uploads.is_due_after_save(self.progress.step):
             copy = self.run_dir / ".upload" / folder.name
             checkpoints.export_merged(self.model, self.tokenizer, copy, checkpoints.export_dtype(self.config.model))

@@ -32,8 +32,11 @@ class Progress:
     callbacks: dict[str, Any] = field(default_factory=dict)  # states of the user's callbacks, by import path
 
 
-def restore(folder: Path, model: Any, updater: Any, run: Any, fingerprint: str | None) -> Progress:
-    """Load a checkpoint into the model and the updater; collective. Raises ConfigError for other data (RES-8)."""
+def restore(
+    folder: Path, model: Any, updater: Any, run: Any, fingerprint: str | None, order: str | None = None
+) -> Progress:
+    """Load a checkpoint into the model and the updater; collective. Raises ConfigError for other data, and for the same in
+    another order, where the resolved groups would be other prompts (RES-8)."""
     try:
         files = checkpoints.load(folder, model, updater)
         groups = tuple(wire.frames((folder / READY).read_bytes())) if (folder / READY).exists() else ()
@@ -46,12 +49,9 @@ def restore(folder: Path, model: Any, updater: Any, run: Any, fingerprint: str |
         _log.warning("%s has no %s: prompts start from the first one", folder, STATE)  # RES-7
         return Progress(step=int(folder.name.rsplit("-", 1)[-1]))
     ledger = state["ledger"]
-    if fingerprint is not None and state["fingerprint"] not in (None, fingerprint):
+    if change := _change_of_data(state, fingerprint, order):
         if not run.allow_dataset_change:
-            raise ConfigError(
-                f"run.resume: the data differ from those of {folder} (fingerprint {state['fingerprint']}, now "
-                f"{fingerprint}); restore them, or start them over with run.allow_dataset_change=true"
-            )
+            raise ConfigError(f"run.resume: {folder} has {change}, or start them over with run.allow_dataset_change=true")
         ledger = {**ledger, "resolved": [], "reasons": {}}
         return Progress(**_counters(state), ledger=ledger)
     _log.info("resumed from %s: step %d, version %d, %d ready groups", folder, state["step"], state["version"], len(groups))
@@ -59,12 +59,21 @@ def restore(folder: Path, model: Any, updater: Any, run: Any, fingerprint: str |
     return Progress(**_counters(state), ledger=ledger, ready=groups, loop_state=loop_state)
 
 
+def _change_of_data(state: dict[str, Any], fingerprint: str | None, order: str | None) -> str | None:
+    """What is not as it was, and what to do; None where the data are the same, or one side does not know."""
+    was = state["fingerprint"], state.get("order")
+    if None not in (was[0], fingerprint) and was[0] != fingerprint:
+        return f"other data (fingerprint {was[0]}, now {fingerprint}); restore them"
+    if None not in (was[1], order) and was[1] != order:
+        return f"its data in the order of {was[1]}, now {order}; set the same again"
+    return None
+
+
 def _unreadable(folder: Path, error: Exception) -> str:
     """One line with what to do: an older checkpoint where there is one."""
-    why = f"{type(error).__name__}: {error}".splitlines()[0]
     older = [p for p in complete(folder.parent) if p.name < folder.name]
     remedy = f"resume from the one before with run.resume={older[-1]}" if older else "start without run.resume"
-    return f"run.resume: {folder} is damaged or belongs to another model ({why}); {remedy}"
+    return f"run.resume: {folder} is damaged or belongs to another model ({checkpoints.fault_in_words(error)}); {remedy}"
 
 
 def _counters(state: dict[str, Any]) -> dict[str, Any]:
@@ -80,6 +89,7 @@ def save(
     progress: Progress,
     fed: FeederState | None,
     fingerprint: str | None,
+    order: str | None = None,
 ) -> None:
     """Write one checkpoint; collective. `fed` is the feeder's state on rank 0, None elsewhere."""
     files: dict[str, Any] = {}
@@ -92,6 +102,7 @@ def save(
             "is_synced": progress.is_synced,
             "callbacks": progress.callbacks,
             "fingerprint": fingerprint,
+            "order": order,
             "ledger": ledger,
         }
         if section.save_ready_groups:

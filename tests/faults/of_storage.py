@@ -32,7 +32,10 @@ from tests.standins import tiny_qwen3
 
 ROOT = Path(__file__).parents[2]
 LEDGER = {"resolved": [(0, 3)], "reasons": {}, "untrained_in_a_row": 0, "num_lines": 4}
-SAVED = {"step": 2, "version": 2, "num_tokens": 0, "is_synced": True, "fingerprint": "mine", "ledger": LEDGER}
+ORDER, OTHER_ORDER = "data.shuffle=true with seed 42", "data.shuffle=true with seed 7"
+SAVED = {
+    "step": 2, "version": 2, "num_tokens": 0, "is_synced": True, "fingerprint": "mine", "order": ORDER, "ledger": LEDGER,
+}  # fmt: skip
 
 
 @functools.cache
@@ -51,7 +54,7 @@ def parts(path: Path | None = None):
     return model, Updater(model, Optimizer(learning_rate=1e-3), None)
 
 
-def resumed(damage, folder: Path, **run) -> str:
+def resumed(damage, folder: Path, order: str = ORDER, **run) -> str:
     """Two checkpoints, the second one spoilt."""
     model, updater = parts()
     for step in (1, 2):
@@ -61,7 +64,7 @@ def resumed(damage, folder: Path, **run) -> str:
     section = Run(output_dir=str(folder), resume="auto", **run)
     fingerprint = damage(path) or "mine"
     found = checkpoint_folder.resumed(section.resume, folder)
-    progress = restore(found, model, updater, section, fingerprint)
+    progress = restore(found, model, updater, section, fingerprint, order)
     waiting = f", {len(progress.ready)} groups wait" if progress.ready else ""
     return f"goes on at step {progress.step} with {progress.ledger['resolved'] if progress.ledger else 'no groups'}{waiting}"
 
@@ -193,6 +196,8 @@ FAULTS = [
           partial(resumed, partial(without, "shards"))),
     Fault("resume", "other data", "exit code 3", partial(resumed, other_data), "run.allow_dataset_change=true"),
     Fault("resume", "other data, allowed", "goes on at step 2 with []", partial(resumed, other_data, allow_dataset_change=True)),
+    Fault("resume", "the same data in another order", "exit code 3", partial(resumed, lambda path: None, order=OTHER_ORDER),
+          "the order of data.shuffle=true with seed 42, now .* seed 7; set the same again"),
     Fault("resume", "another model", "exit code 3", other_model, "damaged or belongs to another model"),
     Fault("resume", "a folder without checkpoint", "exit code 3", no_checkpoint, "is no checkpoint"),
 ]  # fmt: skip

@@ -155,3 +155,31 @@ def test_no_upload_is_tried_offline(full, tmp_path, monkeypatch):
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     with pytest.raises(AgrpoError, match="HF_HUB_OFFLINE is set"):
         export(full[0], tmp_path / "out", None, "me/mine")
+
+
+@pytest.mark.parametrize("damage", ["cut", "gone"])
+def test_a_damaged_checkpoint_is_refused_in_one_line_that_names_the_others(full, damage, tmp_path):
+    run_dir = tmp_path / "run"
+    shutil.copytree(full[0], run_dir)
+    shutil.copytree(run_dir / "checkpoints" / "step-000007", run_dir / "checkpoints" / "step-000005")
+    shard = next((run_dir / "checkpoints" / "step-000007" / "shards").glob("*.distcp"))
+    if damage == "cut":
+        os.truncate(shard, 5000)
+    else:
+        shard.unlink()
+    with pytest.raises(ConfigError, match="step-000007 is damaged.*take another: step-000005") as refused:
+        export(run_dir, tmp_path / "out", None, None)
+    assert "\n" not in str(refused.value) and "CheckpointException" not in str(refused.value)
+    assert not (tmp_path / "out").exists() and not list(tmp_path.glob(".*"))
+
+
+def test_what_cannot_be_read_or_written_is_said_in_one_line(full, tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError, match="--output: .* could not be written: Not a directory; choose another folder"):
+        export(full[0], tmp_path / "file" / "out", None, None)
+    (tmp_path / "run" / "model").mkdir(parents=True)
+    (tmp_path / "run" / "model" / "config.json").write_text("{}")
+    (tmp_path / "run" / "config.yaml").write_text("model: [")
+    with pytest.raises(ConfigError, match="config.yaml is damaged: ") as refused:
+        export(tmp_path / "run", None, None, None)
+    assert "\n" not in str(refused.value)
