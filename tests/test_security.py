@@ -4,6 +4,7 @@ import ast
 import asyncio
 import json
 import os
+import pickle
 import stat
 import subprocess
 import sys
@@ -24,6 +25,7 @@ ROOT = Path(agrpo.__file__).parents[1]
 SOURCES = [*(ROOT / "agrpo").rglob("*.py"), *(ROOT / "recipes").rglob("*.py")]
 # A socket pair between a process and the worker it started itself; nobody else can write to it.
 PICKLE = {"agrpo/scorer/pool.py", "agrpo/scorer/functions.py", "agrpo/scorer/worker.py"}
+PICKLE |= {"agrpo/model/shards.py"}  # reads an index that can name nothing but descriptions of tensors
 WRITTEN_FLOAT = {("agrpo/model/backends/flex.py", "eval")}  # evaluates nothing but a float that it wrote itself
 UNSAFE_CALLS = {"eval", "exec", "os.system", "os.popen", "yaml.load", "yaml.unsafe_load", "pickle.loads", "pickle.load"}
 UNSAFE_IMPORTS = {"pickle", "cPickle", "dill", "cloudpickle", "marshal", "shelve", "joblib"}
@@ -102,8 +104,9 @@ def test_code_that_ships_with_a_model_is_not_run_unless_asked_for(tmp_path):
     assert not mark.exists()
 
 
-def test_a_checkpoint_cannot_run_anything_when_it_is_loaded(tmp_path):
-    """A random state that is a pickle with a call in it, as one from a stranger could be."""
+@pytest.mark.parametrize("file", ["rng-0.pt", "shards/.metadata"])
+def test_a_checkpoint_cannot_run_anything_when_it_is_loaded(tmp_path, file):
+    """A random state, or an index of shards, that is a pickle with a call in it, as one from a stranger could be."""
     import torch
 
     from agrpo.model import checkpoint
@@ -119,8 +122,11 @@ def test_a_checkpoint_cannot_run_anything_when_it_is_loaded(tmp_path):
             return os.mkdir, (str(mark),)
 
     checkpoint.save(folder, model, updater, {})
-    torch.save({"python": Trap()}, folder / "rng-0.pt")
-    with pytest.raises(Exception, match="weights_only|Weights only"):
+    if file == "rng-0.pt":
+        torch.save({"python": Trap()}, folder / file)
+    else:
+        (folder / file).write_bytes(pickle.dumps(Trap()))
+    with pytest.raises(BaseException, match="weights_only|Weights only|its index names posix.mkdir"):
         checkpoint.load(folder, model, updater)
     assert not mark.exists()
 

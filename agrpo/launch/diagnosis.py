@@ -11,7 +11,7 @@ from collections.abc import Iterator
 import psutil
 
 from agrpo.errors import AgrpoError, ConfigError, ContractError, ServerError, StallError
-from agrpo.launch.processes import Child, descendants
+from agrpo.launch.processes import Child, descendants, num_oom_kills
 
 NO_SPACE_BYTES = 1 << 20  # with less than this a run cannot write its next line
 ERRORS = {error.exit_code: error for error in (ConfigError, ServerError, ContractError, StallError)}
@@ -29,6 +29,8 @@ def died(child: Child, children: list[Child], history: str = "") -> AgrpoError:
 def ending(child: Child) -> str:
     """How a process ended, with its own reason where it left one."""
     record, code = child.exit_record(), child.code
+    if code == -signal.SIGKILL and num_oom_kills() > child.oom_kills:
+        return "was killed by SIGKILL: memory was used up and the system ended a process (dmesg names it); lower what this one takes"
     if code < 0:
         return f"was killed by {_signal_name(-code)}"
     reason = f": {record['reason']}" if record and record.get("reason") else ""

@@ -47,6 +47,7 @@ class Child:
     run_dir: Path
     started_at: float = field(default_factory=time.monotonic)
     is_agent: bool = False
+    oom_kills: int = field(default_factory=lambda: num_oom_kills())  # on this machine, before it started
 
     @property
     def code(self) -> int | None:
@@ -158,6 +159,15 @@ def descendants(child: Child) -> list[psutil.Process]:
         return [leash_process, *leash_process.children(recursive=True)]
     except psutil.Error:
         return []
+
+
+def num_oom_kills() -> int:
+    """Processes that Linux has ended on this machine because memory was used up; 0 where it does not say."""
+    with contextlib.suppress(OSError, ValueError):
+        for line in Path("/proc/vmstat").read_text().splitlines():
+            if line.startswith("oom_kill "):
+                return int(line.split()[1])
+    return 0
 
 
 def free_ports(count: int) -> list[int]:

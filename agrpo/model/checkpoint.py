@@ -36,6 +36,7 @@ from agrpo.model import folders
 from agrpo.model.adapter import CONFIG_FILE, adapter_config, has_adapter, write_adapter
 from agrpo.model.optim import Updater
 from agrpo.model.shard import COMPUTE_DTYPES
+from agrpo.model.shards import ShardReader
 from agrpo.model.weights import adapter_tensors, gathered, plain_tensors
 
 ADAPTER = "adapter"
@@ -152,7 +153,7 @@ def _read(folder: Path, model: torch.nn.Module, updater: Updater | None) -> dict
     _check_adapter(folder, model)
     state = _state(model, updater)
     with _alone_is_intended():
-        dcp.load(state, checkpoint_id=folder / SHARDS, no_dist=not dist.is_initialized())
+        dcp.load(state, storage_reader=ShardReader(folder / SHARDS), no_dist=not dist.is_initialized())
     return state
 
 

@@ -1,5 +1,6 @@
 """The supervisor with real processes that follow a script: normal end, every kind of death, signals, no orphan."""
 
+import contextlib
 import fcntl
 import json
 import os
@@ -16,6 +17,7 @@ import psutil
 import pytest
 
 from agrpo.launch import dump
+from agrpo.launch.diagnosis import ending
 from agrpo.launch.processes import Child, Launch, free_ports, kill
 from agrpo.launch.server import Server, last_words
 from agrpo.metrics.console import Console
@@ -314,6 +316,24 @@ def test_a_reader_that_goes_away_ends_nothing(tmp_path):
     assert err == "warning: nothing more is written to the console: Broken pipe; the run goes on\n"
 
 
+def test_a_reader_that_stops_reading_holds_nothing_up(tmp_path):
+    """A halted terminal, a paused pager, a frozen connection: the run is watched, and saves when it is asked to."""
+    read, write = os.pipe()
+    os.set_blocking(write, False)
+    with contextlib.suppress(BlockingIOError):
+        while True:
+            os.write(write, b"x" * 512)
+    os.set_blocking(write, True)
+    run = Run(tmp_path / "run", ENDLESS, stdout=write)
+    os.close(write)
+    run.await_all()
+    run.popen.send_signal(signal.SIGTERM)
+    code, _, err = run.end(startup_s=0)
+    os.close(read)
+    assert code == 143, err
+    assert list((tmp_path / "run" / "checkpoints").iterdir())
+
+
 @pytest.mark.parametrize("ignores", [False, True])
 def test_a_lost_terminal_saves_and_ends_the_run_unless_that_is_ignored(tmp_path, ignores):
     """The last process of a session whose terminal hangs up gets SIGHUP; nohup ignores it."""
@@ -371,3 +391,12 @@ def test_a_process_that_has_ended_unreaped_can_be_told_of():
     facts = dump._of_process(psutil.Process(process.pid))
     process.wait()
     assert facts["status"] == "zombie" and facts["cmdline"] == []
+
+
+def test_a_kill_for_lack_of_memory_is_told_from_any_other(tmp_path):
+    child = Child("trainer0", subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE), tmp_path)
+    child.popen.kill()
+    child.popen.communicate()
+    assert ending(child) == "was killed by SIGKILL"
+    child.oom_kills -= 1  # as if the system had ended a process since it started
+    assert "memory was used up" in ending(child)

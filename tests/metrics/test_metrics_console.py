@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import json
+import os
+import pty
+import re
+import time
 
 import pytest
 from rich.console import Console as RichConsole
@@ -11,6 +16,7 @@ from rich.console import Console as RichConsole
 from agrpo.metrics.chart import curve
 from agrpo.metrics.console import Console, clock, step_line
 from agrpo.metrics.live import MOST_POINTS, Glance, short_number
+from agrpo.metrics.output import HELD_UP_S, Unfailing
 from agrpo.metrics.picture import draw
 from agrpo.metrics.summary import summarize
 from agrpo.metrics.tail import Tail
@@ -313,3 +319,27 @@ def test_a_picture_of_a_run_is_made_from_its_records(tmp_path):
     draw(tmp_path, tmp_path / "console.svg", 12)
     text = (tmp_path / "console.svg").read_text().replace("&#160;", " ")
     assert text.startswith("<svg") and "step 12/60 [#####" in text and "elapsed 0:14" in text
+
+
+@pytest.mark.parametrize("kind", ["pipe", "terminal"])
+def test_what_nobody_reads_is_left_out_and_what_follows_is_shown(kind):
+    reader, writer = os.pipe() if kind == "pipe" else pty.openpty()
+    with open(writer, "w") as file:
+        output, began = Unfailing(file, "the console"), time.monotonic()
+        for number in range(1500):
+            output.write(f"{number:098d}\n")
+            output.flush()
+        assert time.monotonic() - began < 10 * HELD_UP_S
+        os.set_blocking(reader, False)
+        read(reader)
+        output.write("there again\n")
+        assert re.search(r"\(\d+ writes were left out: nobody read them\)\r?\nthere again\r?\n$", read(reader))
+    os.close(reader)
+
+
+def read(reader):
+    text = b""
+    with contextlib.suppress(BlockingIOError):
+        while part := os.read(reader, 4096):
+            text += part
+    return text.decode()
