@@ -14,6 +14,7 @@ from agrpo.config.runner import NeedsAssumedDevices
 from agrpo.env import resolve
 from agrpo.errors import AgrpoError, ConfigError
 from agrpo.launch.plan import is_managed, resolved
+from agrpo.lifecycle import NO_SPACE, no_space
 from agrpo.metrics import sinks
 from agrpo.metrics.names import declared, metrics
 from agrpo.metrics.output import say
@@ -43,7 +44,12 @@ def start(job: Job) -> float | None:
     if job.number is not None:
         say(f"job {job.number}: {' '.join(public(config, job.overrides))}")
     try:
-        supervise(config, warnings, job.overrides, quiet=job.quiet)
+        try:
+            supervise(config, warnings, job.overrides, quiet=job.quiet)
+        except OSError as error:
+            if error.errno not in NO_SPACE:
+                raise
+            raise no_space(error, Path(config.run.output_dir)) from error
     except AgrpoError as error:
         if job.number is not None:
             # The sweep goes on; its end reports only the first failure.

@@ -6,6 +6,7 @@ import functools
 import json
 import os
 import random
+import resource
 import shutil
 import subprocess
 import sys
@@ -175,6 +176,17 @@ def console(folder: Path) -> str:
     return "goes on unseen"
 
 
+def begun(folder: Path) -> str:
+    """`agrpo train` where no file can take a byte."""
+    process = subprocess.run(
+        [sys.executable, "-m", "agrpo", "train", "+recipe=quickstart", f"run.output_dir={folder / 'run'}"], timeout=60, cwd=folder,
+        capture_output=True, text=True, env={**os.environ, "PYTHONPATH": str(ROOT)},
+        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0)),
+    )  # fmt: skip
+    assert "could not be written: File too large; free space (df -h" in process.stderr and "Traceback" not in process.stderr, process.stderr
+    return f"exit code {process.returncode}"
+
+
 LOGS = "import logging; logging.basicConfig(); [logging.warning('x' * 99) for _ in range(99)]"
 BEATS = "resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0)); life.beat('generating')"
 DAMAGED = "step-000002 is damaged.*run.resume=.*step-000001"
@@ -183,6 +195,7 @@ FAULTS = [
     Fault("checkpoint", "the disk is full", "exit code 4, left: step-000001", full, limit_s=90),
     Fault("logs", "the disk of the logs is full", "exit code 0", partial(child, LOGS, "/dev/full")),
     Fault("logs", "the disk of the run folder is full", "exit code 4", partial(child, BEATS, "/dev/null")),
+    Fault("logs", "the disk is full before the run begins", "exit code 4", begun, limit_s=60),
     Fault("logs", "the disk of completions.jsonl is full", "goes on without them", completions),
     Fault("logs", "the disk of the console's output is full", "goes on unseen", console),
     *(Fault("resume", f"{what} cut in half", "exit code 3", partial(resumed, partial(half, pattern)), DAMAGED)
