@@ -180,6 +180,12 @@ def test_two_ranks_equal_no_sharding(tmp_path):
     _same(dict(adapter_tensors(again)), dict(adapter_tensors(model)), 1e-4)
 
 
+def step(model, updater):
+    row = DeviceRow.of(make_row(group(5, [7, 6])), "cpu")
+    updater.backward(ScoreCentering()(token_terms(model, row, 1.0, want_head=True)).sum())
+    updater.step()
+
+
 def test_peft_loads_what_is_saved_and_a_resumed_run_goes_on_exactly(tmp_path):
     peft = pytest.importorskip("peft")
     make_model("qwen3", "eager").save_pretrained(tmp_path / "base")
@@ -187,11 +193,6 @@ def test_peft_loads_what_is_saved_and_a_resumed_run_goes_on_exactly(tmp_path):
     model = load_model(section, "cpu")
     shard(model, section, None)
     updater = Updater(model, OPTIMIZER, None)
-
-    def step(model, updater):
-        row = DeviceRow.of(make_row(group(5, [7, 6])), "cpu")
-        updater.backward(ScoreCentering()(token_terms(model, row, 1.0, want_head=True)).sum())
-        updater.step()
 
     step(model, updater)
     folder = tmp_path / "run" / "checkpoints" / "step-000001"
@@ -225,6 +226,34 @@ def test_peft_loads_what_is_saved_and_a_resumed_run_goes_on_exactly(tmp_path):
     with pytest.raises(ConfigError, match="model.lora.enabled=true"):
         checkpoint.load(folder, plain, Updater(plain, OPTIMIZER, None))
     assert adapter_config(model)["base_model_name_or_path"] == section.path
+
+
+def test_dropout_goes_on_exactly_after_a_resume(tmp_path):
+    """What is dropped is drawn: the checkpoint's random state decides, and without it the weights would be others."""
+    make_model("qwen3", "eager").save_pretrained(tmp_path / "base")
+    section = replace(SECTION, path=str(tmp_path / "base"), lora=replace(SECTION.lora, dropout=0.3))
+
+    def start():
+        model = load_model(section, "cpu").train()
+        shard(model, section, None)
+        return model, Updater(model, OPTIMIZER, None)
+
+    def resumed(seed=None):
+        again = start()
+        checkpoint.load(folder, *again)
+        if seed is not None:
+            torch.manual_seed(seed)
+        step(*again)
+        step(*again)
+        return list(again[0].parameters())
+
+    model, updater = start()
+    step(model, updater)
+    checkpoint.save(folder := tmp_path / "step-000001", model, updater, {})
+    step(model, updater)
+    step(model, updater)
+    assert all(map(torch.equal, model.parameters(), resumed()))
+    assert not all(map(torch.equal, model.parameters(), resumed(seed=7)))
 
 
 def test_image_parts_get_no_adapter_and_are_not_sent():
