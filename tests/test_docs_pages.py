@@ -76,6 +76,22 @@ def test_the_tables_of_keys_say_what_the_command_line_answers(page, other):
         assert key.replace("`", "") == KEYS[name], name
 
 
+def test_the_defaults_in_the_tables_are_those_of_the_configuration():
+    needed = ["model.path=owner/model", "data=hub", "data.path=owner/data", "loss=grpo"]
+    own = [compose_tree([*needed, server]) for server in ("server=external", "server=vllm")]
+    words, compared = {"true": True, "false": False, "null": None}, 0
+    for page in ("from-trl", "from-areal", "from-verl"):
+        for key, said in re.findall(r"^\| `[\w.]+` \| `([\w.]+)`[^|]*\| ([\w.-]+)[^|]*\|$", text(page), flags=re.M):
+            if not (said in words or re.fullmatch(r"[\d.]+(e-\d+)?", said)):
+                continue
+            value = next(tree for tree in own if has(tree, key))
+            for part in key.split("."):
+                value = value[part]
+            assert value == (words[said] if said in words else float(said)), (page, key)
+            compared += 1
+    assert compared > 25
+
+
 def test_no_option_name_is_in_neither_table():
     listed = {
         name
