@@ -26,6 +26,7 @@ tools/call_frequency | calls per rollout | W | ratio
 tools/failure_frequency | 0..1 | W | ratio
 rewards/{name}/mean | reward | W | ratio
 rewards/{name}/group_std | reward | F | ratio
+rewards/{name}/call_s | s | W | ratio
 reward | reward | W | ratio
 reward_group_std | reward | F | ratio
 reward_kept | reward | F | ratio

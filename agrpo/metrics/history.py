@@ -92,6 +92,18 @@ class History:
         error = _noise(self.values(name)) * math.sqrt(12 / (RECENT**3 - RECENT)) * (RECENT - 1)
         return change if abs(change) >= max(LIKELY * error, _rounding(self.values(name))) else 0.0
 
+    @property
+    def trains_equal_groups(self) -> bool:
+        """Whether groups of equal rewards are trained too; they have no reward_dropped then."""
+        return not self.setting("advantage.drop_zero_std", True) or not self.compares_siblings
+
+    @property
+    def compares_siblings(self) -> bool:
+        """Whether a group of equal rewards gives no gradient."""
+        advantage = self.setting("advantage", {})  # a level may be null, which is none
+        levels = (advantage.get("mean_level", "group"), advantage.get("std_level", "group"))
+        return "group" in levels or advantage.get("rollout_time_norm", False)
+
     def sync_s_per_step(self) -> float | None:
         """Seconds of a weight sync, over the steps from one to the next."""
         sync_s = self.now("perf/weight_sync_s")

@@ -115,6 +115,7 @@ tools/call_frequency | calls per rollout | W | ratio | tool calls / rollouts; on
 tools/failure_frequency | 0..1 | W | ratio | failed tool calls / calls; NaN in a window without calls
 rewards/{name}/mean | reward | W | ratio | mean of the values source `name` gave; environments under their class name
 rewards/{name}/group_std | reward | F | ratio | std of source `name` in each group, mean over trained samples
+rewards/{name}/call_s | s | W | ratio | time inside source `name` for one group; functions of the scorer only
 reward | reward | W | ratio | mean summed reward over all scored rollouts: the figure that describes the policy
 reward_group_std | reward | F | ratio | std of the summed reward in each group, mean over trained samples
 reward_kept | reward | F | ratio | mean summed reward over trained samples

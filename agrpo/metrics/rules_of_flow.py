@@ -4,16 +4,18 @@ from __future__ import annotations
 
 from agrpo.metrics.diagnose import HIGH, LOW_KV_USAGE, REACHED
 from agrpo.metrics.findings import FINE, NOTE, WARNING, Finding, share
-from agrpo.metrics.history import History
+from agrpo.metrics.history import RECENT, History
 from agrpo.metrics.rules_of_signal import fallen, saturation
 
 FEW_SIGNALS = 0.5  # share of the groups
 SCORING = 0.8  # share of the places for scoring
+OF_FUNCTIONS = 0.5  # share of the time to score a group that the slowest reward function takes
 SLOW_SYNC = 0.15  # share of the step
 WASTED = 0.3  # share of the generated tokens
 STALE = 0.05  # share of the samples
 FAILED = 0.05  # share of the rollouts
 MUCH_PREEMPTION = 0.1  # preemptions per rollout
+FULL_CACHE = 0.8  # below it on average, a KV cache is not what preempts
 EMPTY_ROWS = 0.5  # fill
 UNEVEN = 1.3  # heaviest row / mean
 
@@ -38,8 +40,7 @@ def bottleneck(h: History) -> Finding | None:
     if is_held:
         return Finding(
             "trainer-bound", NOTE, held, "generation is faster than training, and samples wait until they are near "
-            "the staleness bound", "Give training more devices (see the split below), or pack longer rows.",
-            _more(h, "packer.token_budget"),
+            "the staleness bound", _devices(h, "training", "Make the step cheaper: a smaller model or an adapter, shorter answers."),
         )  # fmt: skip
     shares = f"training waits {share(wait_s / step_s)} and generation is held back {share(held_s / step_s)} of the time"
     return Finding("balanced", FINE, shares, "both sides are busy")
@@ -48,7 +49,7 @@ def bottleneck(h: History) -> Finding | None:
 def _generation_bound(h: History, wait: str) -> Finding:
     """Training waits: for groups with signal, for scoring, for places, for a server that is full, or for generation itself (DIAG-2)."""
     without_signal, places = h.now("frac_reward_zero_std") or 0.0, _too_few_places(h)
-    if without_signal >= FEW_SIGNALS:
+    if without_signal >= FEW_SIGNALS and not h.trains_equal_groups:
         why = saturation(h) or fallen(h)
         change = [f"The verdict {why.rule} says why."] if why else []
         if places:
@@ -61,8 +62,8 @@ def _generation_bound(h: History, wait: str) -> Finding:
     scoring = _scoring(h)
     if scoring:
         return Finding(
-            "scoring-bound", WARNING, f"{wait}; {scoring}", "scoring keeps up with generation hardly or not at all", "Score more groups at once, or make the slowest reward function faster.",
-            _more(h, "scorer.max_concurrent_groups", 8),
+            "scoring-bound", WARNING, f"{wait}; {scoring}", "scoring keeps up with generation hardly or not at all",
+            "Score more groups at once, or make the slowest reward function faster.", _more(h, "scorer.max_concurrent_groups", 8),
         )  # fmt: skip
     if places:
         return Finding(
@@ -75,11 +76,11 @@ def _generation_bound(h: History, wait: str) -> Finding:
         return Finding(
             "server-full", WARNING, f"{wait}; {flying:.0f} rollouts are in flight, the cap that the server's load sets is "
             f"{cap:.0f}, its KV cache is {share(usage)} full", "the server holds as many requests as it can",
-            "Give generation more devices (see the split below), or let answers be shorter.", "",
+            _devices(h, "generation", "Let answers be shorter."),
         )  # fmt: skip
     return Finding(
         "generation-bound", WARNING, wait, "generation is slower than training",
-        "Give generation more devices (see the split below), or let answers be shorter.", "",
+        _devices(h, "generation", "Let answers be shorter; on a CPU both sides share the cores."),
     )  # fmt: skip
 
 
@@ -93,7 +94,7 @@ def _too_few_places(h: History) -> str:
 
 
 def _scoring(h: History) -> str:
-    """Words where groups wait for scores and nearly all places for scoring are taken; else empty."""
+    """Words where groups wait for scores and nearly all places for scoring are taken by reward functions; else empty."""
     score_s, waiting = h.now("rollout/score_s"), h.now("rollout/score_queue_size") or 0.0
     slots, step_s = h.now("group/target_slot_count"), h.now("perf/step_s")
     if score_s is None or not slots or not step_s or waiting < 1:
@@ -101,12 +102,22 @@ def _scoring(h: History) -> str:
     places = h.setting("scorer.max_concurrent_groups", 8)
     groups = slots / h.setting("rollout.group_size", 8) / h.setting("logger.logging_steps", 1)  # per step
     taken = groups * score_s / (places * step_s)
-    if taken < SCORING:
+    slowest_s, slowest = max(((h.now(f"rewards/{n}/call_s") or 0.0, n) for n in h.names("rewards/", "/call_s")), default=(score_s, ""))
+    # Else the groups wait for a core, not for a function: more of them at once would wait longer.
+    if taken < SCORING or slowest_s < OF_FUNCTIONS * score_s:
         return ""
+    named = f", {slowest_s:.2f} s of it in {slowest}" if slowest else ""
     return (
-        f"{groups:.0f} groups per step are scored in {score_s:.2f} s each, which takes {share(min(taken, 1.0))} of the {places} places "
-        f"for scoring; {waiting:.1f} groups wait"
+        f"{groups:.0f} groups per step are scored in {score_s:.2f} s each{named}, which takes {share(min(taken, 1.0))} of the {places} "
+        f"places for scoring; {waiting:.1f} groups wait"
     )
+
+
+def _devices(h: History, side: str, on_cpu: str) -> str:
+    """What helps the slower side: other devices where the run has some, else less work."""
+    if not h.setting("run.devices"):
+        return on_cpu
+    return f"Give {side} more devices: agrpo explain and agrpo report plan the split."
 
 
 def concurrency(h: History) -> Finding | None:
@@ -160,6 +171,20 @@ def stale(h: History) -> Finding | None:
     )  # fmt: skip
 
 
+# reason of a discarded token -> what to do; of a failed rollout the log says more
+LOSSES = {
+    "zero_std": "Give prompts of which the model gets some right and some wrong, or larger groups (rollout.group_size).",
+    "stale": "Shorten the longest rollouts, or accept older samples (rollout.max_staleness).",
+    "late": "Their groups had gone before they ended: shorten the longest rollouts.",
+    "unused": "No trained position holds them: where an environment re-renders what was said, a turn may lose its own tokens.",
+    "oversize": "Make rows longer (packer.token_budget), or answers shorter.",
+    "scorer_error": "Mend the reward function that logs/rollout.log names, or raise scorer.timeout.",
+    "rejected": "That is what rollout.accept_fn decides.",
+    "unusable": "Too few rollouts of their groups were usable; logs/rollout.log names the errors.",
+    "incomplete": "One failed rollout drops its whole group: rollout.drop_incomplete_group=false keeps the others.",
+}
+
+
 def waste(h: History) -> Finding | None:
     """Generated tokens that no step will train, by reason."""
     generated = h.total("tokens/generated")
@@ -171,7 +196,7 @@ def waste(h: History) -> Finding | None:
     figure = f"{share(discarded / generated)} of the generated tokens were discarded, most for the reason {worst} ({share(lost[worst] / generated)})"
     return Finding(
         "waste", NOTE, figure, "they cost generation and train nothing",
-        "The other verdicts say which setting changes that; metrics tokens/discarded/* have all reasons.",
+        LOSSES.get(worst, "logs/rollout.log says more of that reason."),
     )  # fmt: skip
 
 
@@ -192,9 +217,15 @@ def preempted(h: History) -> Finding | None:
     count, slots = h.total("rollout/vllm_preemption_count"), h.total("group/target_slot_count")
     if not count or count / max(slots, 1.0) < MUCH_PREEMPTION:
         return None
+    figure, usage = f"the server preempted {count:.0f} requests for {slots:.0f} rollouts", h.now("rollout/vllm_kv_cache_usage_frac")
+    if usage is not None and usage < FULL_CACHE and h.setting("sync.cache") == "reset":
+        return Finding(
+            "preemptions", NOTE, f"{figure}, its KV cache is {share(usage)} full", "each weight sync empties the cache "
+            "(sync.cache=reset), and requests in flight are computed again", "Let those keep what the weights before computed, or "
+            "sync less often.", "sync.cache=salt",
+        )  # fmt: skip
     return Finding(
-        "preemptions", NOTE, f"the server preempted {count:.0f} requests for {slots:.0f} rollouts",
-        "its KV cache is too small for what runs at once, and generated tokens are computed again",
+        "preemptions", NOTE, figure, "its KV cache is too small for what runs at once, and generated tokens are computed again",
         "Lower the limit of rollouts in flight.", _less(h, "rollout.max_concurrent_rollouts", 512),
     )  # fmt: skip
 
@@ -211,12 +242,17 @@ def oversize(h: History) -> Finding | None:
 
 
 def empty_rows(h: History) -> Finding | None:
-    fill, rows = h.now("batch/row_fill_frac"), h.now("batch/microbatches_per_step")
-    if fill is None or rows is None or fill >= EMPTY_ROWS:
+    """Samples so long that few fit beside each other. Rows that hold all the loss terms they may are full, if of few tokens:
+    their samples share the rest."""
+    fill, mean, longest = h.now("batch/row_fill_frac"), h.now("batch/row_tokens_mean"), h.values("sample/forwarded_tokens_max")[-RECENT:]
+    if not fill or mean is None or not longest or fill >= EMPTY_ROWS:
+        return None
+    budget = round(mean / fill)
+    if max(longest) <= EMPTY_ROWS * budget:
         return None
     return Finding(
-        "empty-rows", NOTE, f"rows are {share(fill)} full", "a step's samples do not fill its rows, or few fit beside each other",
-        "Rows of fewer tokens cost less memory and no speed here.", _less(h, "packer.token_budget"),
+        "empty-rows", NOTE, f"rows are {share(fill)} full", f"samples of up to {max(longest):.0f} tokens seldom fit beside each other in "
+        f"{budget}", "Longer rows hold more of them, where the memory allows it.", _more(h, "packer.token_budget"),
     )  # fmt: skip
 
 

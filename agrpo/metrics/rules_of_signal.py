@@ -42,7 +42,7 @@ def saturation(h: History) -> Finding | None:
         )  # fmt: skip
     low, high = bounds
     span = high - low
-    equal, of_whom = (reward, "all groups") if _keeps_equal(h) else (h.now("reward_dropped"), "the dropped groups")
+    equal, of_whom = (reward, "all groups") if h.trains_equal_groups else (h.now("reward_dropped"), "the dropped groups")
     if _is_regression(h):
         rising, falling = h.drift("frac_reward_zero_std"), h.drift("reward")
         return Finding(
@@ -70,14 +70,6 @@ def saturation(h: History) -> Finding | None:
     )  # fmt: skip
 
 
-def _keeps_equal(h: History) -> bool:
-    """Whether groups of equal rewards are trained too; they have no reward_dropped then."""
-    advantage = h.setting("advantage", {})
-    levels = (advantage.get("mean_level", "group"), advantage.get("std_level", "group"))
-    compares = "group" in levels or advantage.get("rollout_time_norm", False)
-    return not advantage.get("drop_zero_std", True) or not compares
-
-
 def _is_regression(h: History) -> bool:
     """Groups without signal become more while the reward falls, each by more than noise."""
     rising, falling, bounds = h.drift("frac_reward_zero_std"), h.drift("reward"), h.setting("scorer.reward_range")
@@ -91,7 +83,7 @@ def _stuck(h: History, figure: str) -> Finding:
     if clipped >= TRUNCATED:
         return Finding(
             "stuck-low", WARNING, f"{figure}; {share(clipped)} of the answers are cut off",
-            "answers end before their result and count as wrong", "Let answers be longer.", _longer(h),
+            "answers end before their result and count as wrong", *_longer(h, "Let answers be longer."),
         )  # fmt: skip
     return Finding(
         "stuck-low", WARNING, figure, "the prompts are too hard, or the reward function does not recognise right answers",
@@ -148,7 +140,7 @@ def copies(h: History) -> Finding | None:
         return Finding(
             "copies", WARNING, figure, f"with groups of {size}, {share((size - 1) / size)} would be copies only",
             "Sampling is not random, or the policy has collapsed: look at the temperature and at the entropy.",
-            "sampler.temperature=1.0",
+            "sampler.temperature=1.0" if h.setting("sampler.temperature", 1.0) < 1.0 else "",
         )  # fmt: skip
     rise, entropy = h.drift("completions/duplicate_frac"), h.change("entropy")
     if rise is None or entropy is None or rise < MOVED or entropy >= 0:
@@ -193,8 +185,8 @@ def truncated(h: History) -> Finding | None:
         return None
     return Finding(
         "truncation", WARNING if clipped >= MOSTLY_TRUNCATED else NOTE,
-        f"{share(clipped)} of the answers are cut off at the length limit", "what is cut off seldom earns a reward, and "
-        "the model never learns to end", "Let answers be longer, or penalise long ones (advantage.overlong).", _longer(h),
+        f"{share(clipped)} of the answers are cut off before their end", "what is cut off seldom earns a reward, and "
+        "the model never learns to end", *_longer(h, "Let answers be longer, or penalise long ones (advantage.overlong)."),
     )  # fmt: skip
 
 
@@ -265,9 +257,15 @@ def _less_rate(h: History) -> str:
     return f"optimizer.learning_rate={rate / 3:.2g}" if rate else ""
 
 
-def _longer(h: History) -> str:
-    length = h.setting("sampler.max_completion_length")
-    return f"sampler.max_completion_length={2 * length}" if length else ""
+def _longer(h: History, change: str) -> tuple[str, str]:
+    """What to do about answers that are cut off, and the override: of the limit that they reached."""
+    length, longest = h.setting("sampler.max_completion_length"), h.values("completions/max_length")[-RECENT:]
+    if length and longest and max(longest) < length:
+        return (
+            f"None reached sampler.max_completion_length={length}, the longest had {max(longest):.0f} tokens: what ends them is the "
+            "server's context (server.max_model_len), or a limit of the environment.", "",
+        )  # fmt: skip
+    return change, f"sampler.max_completion_length={2 * length}" if length else ""
 
 
 RULES = (

@@ -1,11 +1,13 @@
 """How the devices of a run should be divided between generation and training, from what its steps measured.
 
 With G device-seconds of generation and R of training per step, n_g + n_t devices take max(G/n_g, R/n_t) plus the sync;
-no split is faster than (G + R)/(n_g + n_t) plus the sync.
+no split is faster than (G + R)/(n_g + n_t) plus the sync. With `rollout.max_staleness=0` each side waits for the other:
+G/n_g + R/n_t plus the sync, and by Cauchy and Schwarz at least (sqrt(G) + sqrt(R))^2/(n_g + n_t).
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from agrpo.metrics.history import History
@@ -21,6 +23,7 @@ class Split:
     num_generation: int  # 0 where servers that the run did not start generate: their devices are not known
     num_training: int
     server_size: int = 1  # devices that one copy of the served model takes
+    overlaps: bool = True  # both sides work at the same time
 
     def expected_s(self, num_generation: int, num_training: int) -> float:
         """The step time of another split, each side scaling with its devices.
@@ -28,7 +31,8 @@ class Split:
         10 s on one device and 2 s on one device: 5 s of them on two and one, plus the sync.
         """
         generation = self.generation_s * self.num_generation / num_generation
-        return max(generation, self.training_s * self.num_training / num_training) + self.sync_s
+        training = self.training_s * self.num_training / num_training
+        return (max(generation, training) if self.overlaps else generation + training) + self.sync_s
 
     @property
     def num_devices(self) -> int:
@@ -37,7 +41,8 @@ class Split:
     @property
     def bound_s(self) -> float:
         """What freely divisible devices would reach."""
-        work = self.generation_s * self.num_generation + self.training_s * self.num_training
+        generation, training = self.generation_s * self.num_generation, self.training_s * self.num_training
+        work = generation + training if self.overlaps else (math.sqrt(generation) + math.sqrt(training)) ** 2
         return work / self.num_devices + self.sync_s
 
     def best(self) -> tuple[int, int]:
@@ -64,6 +69,7 @@ def measured(history: History) -> Split | None:
         num_generation=len(devices.get("server") or []),
         num_training=history.setting("run.num_processes", 1) * history.setting("run.num_nodes", 1),
         server_size=history.setting("server.tensor_parallel_size", 1),
+        overlaps=history.setting("rollout.max_staleness", 4) > 0,
     )
 
 
@@ -77,7 +83,11 @@ def sentences(history: History) -> list[str]:
         f"Per step, generation is busy for {split.generation_s:.2f} s, training for {split.training_s:.2f} s, "
         f"the weight sync takes {split.sync_s:.2f} s (mean of the last steps)."
     ]
-    together = f"max(G, R) + sync = {max(split.generation_s, split.training_s) + split.sync_s:.2f} s"
+    sides = split.generation_s, split.training_s
+    together, formula = "max(G, R) + sync", "max(G/n_g, R/n_t) + sync"
+    if not split.overlaps:
+        together, formula = "G + R + sync", "G/n_g + R/n_t + sync (rollout.max_staleness=0: one side at a time)"
+    together += f" = {(max if split.overlaps else math.fsum)(sides) + split.sync_s:.2f} s"
     if not history.setting("run.devices"):
         return [*lines, f"{together}; on a CPU both sides share the cores."]
     if not split.num_generation:
@@ -90,14 +100,15 @@ def sentences(history: History) -> list[str]:
     if best == (split.num_generation, split.num_training):
         return [
             *lines,
-            f"With {here} a step takes max(G/n_g, R/n_t) + sync = {expected:.2f} s, the best split; {bound}.",
+            f"With {here} a step takes {formula} = {expected:.2f} s, the best split; {bound}.",
         ]
     lines.append(
-        f"With {here} a step takes max(G/n_g, R/n_t) + sync = {expected:.2f} s; {best[0]} and {best[1]} would take "
+        f"With {here} a step takes {formula} = {expected:.2f} s; {best[0]} and {best[1]} would take "
         f"{split.expected_s(*best):.2f} s; {bound}."
     )
     if history.setting("run.num_nodes", 1) == 1:
-        first = ",".join(str(i) for i in range(best[0]))
-        second = ",".join(str(i) for i in range(best[0], split.num_devices))
+        devices = history.setting("run.devices")
+        own = sorted([*devices["server"], *devices["trainer"]])  # other GPUs of the machine may be somebody else's
+        first, second = (",".join(map(str, part)) for part in (own[: best[0]], own[best[0] :]))
         lines.append(f"'run.devices={{server:[{first}],trainer:[{second}]}}' run.num_processes={best[1]}")
     return lines

@@ -158,6 +158,8 @@ class Judge:
                 self._unscored.failed(dropped.__cause__)
                 raise
             self._unscored.scored()
+        for event in getattr(self._scorer, "take_measured", list)():
+            self._window.add(*event)
         self._window.add("rollout/score_wait_s", started - entered, 1)
         self._window.add("rollout/score_s", time.monotonic() - started, 1)
         return scored

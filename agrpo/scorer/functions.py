@@ -132,6 +132,7 @@ class Live:
         self._pool: Pool | None = None
         self.function_seconds = {s.name: 0.0 for s in sources}  # time inside each function so far
         self.function_calls = {s.name: 0 for s in sources}
+        self._measured: list[tuple[str, float, float]] = []
 
     @property
     def names(self) -> list[str]:
@@ -178,7 +179,13 @@ class Live:
             values, seconds = _values(source.name, await self._execute(source, request, body))
         self.function_seconds[source.name] += seconds
         self.function_calls[source.name] += 1
+        self._measured.append((f"rewards/{source.name}/call_s", seconds, 1))
         return values
+
+    def take_measured(self) -> list[tuple[str, float, float]]:
+        """Metric events of the calls since this was asked last: name, value, weight."""
+        taken, self._measured = self._measured, []
+        return taken
 
     async def _execute(self, source: Source, request: Request, body: bytes) -> tuple[Any, ...]:
         if self._pool is not None:

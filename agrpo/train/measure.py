@@ -33,13 +33,17 @@ def _add_rewards(window: Window, samples: list[Sample], groups: dict[int, ReadyG
     """Rewards and their spread within groups, averaged over trained samples."""
     slots = {g: dict(zip(group.rollout_indices.tolist(), group.rewards, strict=True)) for g, group in groups.items()}
     kept = [slots[s.group_id][s.rollout_index] for s in samples]
-    window.add("reward_kept", float(np.nansum(kept)), len(samples))
-    spread = {g: float(np.nanstd(group.rewards)) for g, group in groups.items()}
-    window.add("reward_group_std", sum(spread[s.group_id] for s in samples), len(samples))
+    # A rollout that no source scored is trained with advantage 0 and has no reward to enter a mean.
+    window.add("reward_kept", float(np.nansum(kept)), int(np.count_nonzero(~np.isnan(kept))))
+    _add_spread(window, "reward_group_std", samples, {g: _spread(group.rewards) for g, group in groups.items()})
     for name in {name for group in groups.values() for name in group.source_rewards}:
         spreads = {g: _spread(group.source_rewards.get(name)) for g, group in groups.items()}
-        known = [spreads[s.group_id] for s in samples if spreads[s.group_id] is not None]
-        window.add(f"rewards/{name}/group_std", sum(known), len(known))
+        _add_spread(window, f"rewards/{name}/group_std", samples, spreads)
+
+
+def _add_spread(window: Window, metric: str, samples: list[Sample], spreads: dict[int, float | None]) -> None:
+    known = [spread for s in samples if (spread := spreads[s.group_id]) is not None]
+    window.add(metric, sum(known), len(known))
 
 
 def _spread(values: np.ndarray | None) -> float | None:

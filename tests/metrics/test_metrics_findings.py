@@ -16,6 +16,7 @@ SETTINGS = {
     "optimizer": {"learning_rate": 3e-4, "max_grad_norm": 1.0},
     "sync": {"every_steps": 1},
 }
+ON_GPUS = {**SETTINGS, "run": {**SETTINGS["run"], "devices": {"server": [0], "trainer": [1, 2]}}}
 HEALTHY = {
     "reward": 0.6, "reward_dropped": 0.5, "frac_reward_zero_std": 0.2, "perf/step_s": 10.0, "perf/rollout_wait_s": 0.5,
     "rollout/backpressure_s_per_step": 0.5, "perf/weight_sync_s": 0.5, "completions/clipped_ratio": 0.0,
@@ -83,8 +84,16 @@ BOTH_SIDES = [
     ("preemptions", {"rollout__vllm_preemption_count": 10, "group__target_slot_count": 100},
      {"rollout__vllm_preemption_count": 9, "group__target_slot_count": 100}),
     ("oversize", {"batch__dropped_oversize_count": 1}, {"batch__dropped_oversize_count": 0}),
-    ("empty-rows", {"batch__row_fill_frac": 0.49, "batch__microbatches_per_step": 1},
-     {"batch__row_fill_frac": 0.5, "batch__microbatches_per_step": 1}),
+    ("scoring-bound",  # as above, and the slowest function takes half of the 2 s
+     {"perf__rollout_wait_s": 5, "rollout__score_queue_size": 1, "rollout__score_s": 2.0, "group__target_slot_count": 256,
+      "rewards__right/call_s": 1.0, "rewards__style/call_s": 0.1},
+     {"perf__rollout_wait_s": 5, "rollout__score_queue_size": 1, "rollout__score_s": 2.0, "group__target_slot_count": 256,
+      "rewards__right/call_s": 0.99, "rewards__style/call_s": 0.1}),
+    ("empty-rows", {"batch__row_fill_frac": 0.49, "batch__row_tokens_mean": 490, "sample__forwarded_tokens_max": 501},
+     {"batch__row_fill_frac": 0.5, "batch__row_tokens_mean": 500, "sample__forwarded_tokens_max": 501}),
+    # rows that are full of loss terms, of samples that share most tokens
+    ("empty-rows", {"batch__row_fill_frac": 0.49, "batch__row_tokens_mean": 490, "sample__forwarded_tokens_max": 501},
+     {"batch__row_fill_frac": 0.49, "batch__row_tokens_mean": 490, "sample__forwarded_tokens_max": 500}),
     ("uneven-ranks", {"batch__row_imbalance": 1.3}, {"batch__row_imbalance": 1.29}),
     ("solved", {"frac_reward_zero_std": 0.5, "reward_dropped": 0.9}, {"frac_reward_zero_std": 0.49, "reward_dropped": 0.9}),
     ("solved", {"frac_reward_zero_std": 0.6, "reward_dropped": 0.9}, {"frac_reward_zero_std": 0.6, "reward_dropped": 0.89}),
@@ -207,12 +216,47 @@ def test_warnings_come_first_and_an_unchanged_verdict_is_no_change():
     levels = [
         f.level
         for f in findings(
-            records(perf__rollout_wait_s=5, batch__row_fill_frac=0.1, batch__microbatches_per_step=1), SETTINGS
+            records(perf__rollout_wait_s=5, batch__row_fill_frac=0.1, batch__row_tokens_mean=100, sample__forwarded_tokens_max=900),
+            SETTINGS,
         )
     ]
     assert levels == ["warning", "note", "fine"]
     one, two = findings(records(perf__rollout_wait_s=5), SETTINGS), findings(records(perf__rollout_wait_s=6), SETTINGS)
     assert not changes(one, two) and changes(one, findings(records(), SETTINGS))
+
+
+def test_a_limit_that_no_answer_reached_is_not_the_one_to_raise():
+    cut = {"completions__clipped_ratio": 0.5, "completions__max_length": 80, "frac_reward_zero_std": 0.6, "reward_dropped": 0.0}
+    for rule in ("truncation", "stuck-low"):
+        verdict = found(**cut)[rule]
+        assert not verdict.override and "the longest had 80 tokens" in verdict.text and "server.max_model_len" in verdict.text
+        assert found(**{**cut, "completions__max_length": 100})[rule].override == "sampler.max_completion_length=200"
+
+
+def test_preemptions_of_every_sync_are_not_called_a_small_cache():
+    reset = {**SETTINGS, "sync": {"every_steps": 1, "cache": "reset"}}
+    many = {"rollout__vllm_preemption_count": 30, "group__target_slot_count": 100}
+    half_empty = found(settings=reset, **many, rollout__vllm_kv_cache_usage_frac=0.4)["preemptions"]
+    assert "KV cache is 40 % full" in half_empty.text and half_empty.override == "sync.cache=salt"
+    full = found(settings=reset, **many, rollout__vllm_kv_cache_usage_frac=0.9)["preemptions"]
+    assert "too small" in full.text and full.override == "rollout.max_concurrent_rollouts=32"
+
+
+def test_a_setting_is_named_only_where_it_changes_something():
+    copies = {"completions__duplicate_frac": 7 / 8}
+    assert not found(**copies)["copies"].override
+    cold = {**SETTINGS, "sampler": {**SETTINGS["sampler"], "temperature": 0.3}}
+    assert found(settings=cold, **copies)["copies"].override == "sampler.temperature=1.0"
+    waiting = {"perf__rollout_wait_s": 5}
+    assert "more devices" not in found(**waiting)["generation-bound"].text
+    assert "agrpo explain" in found(settings=ON_GPUS, **waiting)["generation-bound"].text
+    kept = {**SETTINGS, "advantage": {"drop_zero_std": False}}  # groups of equal rewards fill a step as others do
+    assert "generation-bound" in found(settings=kept, frac_reward_zero_std=0.9, **waiting)
+
+
+def test_waste_says_what_to_do_about_its_reason():
+    for reason, words in (("zero_std", "rollout.group_size"), ("stale", "rollout.max_staleness"), ("error", "logs/rollout.log")):
+        assert words in found(**{"tokens__generated": 100, f"tokens__discarded/{reason}": 40})["waste"].text
 
 
 def test_every_override_is_one_that_the_command_line_takes():

@@ -58,8 +58,22 @@ def test_the_plan_in_words_ends_with_what_to_type():
     assert "generation is busy for 15.00 s, training for 5.00 s" in lines[0]
     assert "15.50 s; 3 and 1 would take 10.50 s; no split of 4 devices is faster than 10.50 s" in lines[1]
     assert lines[2] == "'run.devices={server:[0,1,2],trainer:[3]}' run.num_processes=1"
+    others = {"run": {"devices": {"server": [4, 5], "trainer": [6, 7]}, "num_processes": 2}}
+    elsewhere = sentences(History(played_out(30.0, 10.0, 0.5, 2, 2), others))
+    assert elsewhere[2] == "'run.devices={server:[4,5,6],trainer:[7]}' run.num_processes=1"
     balanced = sentences(History(played_out(20.0, 20.0, 0.5, 2, 2), settings))
     assert len(balanced) == 2 and "the best split" in balanced[1]
+
+
+def test_at_staleness_zero_the_sides_follow_each_other():
+    """9 s on one device, then 1 s on three: 10 s, and 4.5 + 1.5 on two and two. Freely divided, (3 + sqrt 3)^2 / 4 = 5.6 s."""
+    devices = {"server": [0], "trainer": [1, 2, 3]}
+    settings = {"run": {"devices": devices, "num_processes": 3}, "rollout": {"max_staleness": 0}}
+    record = {"perf/step_s": 10.0, "perf/rollout_wait_s": 9.0, "rollout/backpressure_s_per_step": 1.0}
+    lines = sentences(History([{"step": i, **record} for i in range(5)], settings))
+    assert "one side at a time) = 10.00 s; 2 and 2 would take 6.00 s; no split of 4 devices is faster than 5.60 s" in lines[1]
+    on_cpu = {**settings, "run": {}}
+    assert sentences(History([{"step": 1, **record}], on_cpu))[1].startswith("G + R + sync = 10.00 s")
 
 
 def test_a_cpu_run_and_a_run_without_steps():

@@ -284,8 +284,10 @@ def test_time_per_function_is_known():
     async def work(live):
         for i in range(3):
             await live.score(make_group(group_id=i, delay_s=0.1))
-        return live.function_calls, live.function_seconds
+        return live.function_calls, live.function_seconds, live.take_measured(), live.take_measured()
 
-    calls, seconds = run([S + "slow_if_asked", S + "async_one"], work)
+    calls, seconds, measured, later = run([S + "slow_if_asked", S + "async_one"], work)
     assert calls == {"slow_if_asked": 3, "async_one": 3}
     assert 0.3 <= seconds["slow_if_asked"] < 1.0 and seconds["async_one"] >= 0.03
+    assert sorted({name for name, _, _ in measured}) == ["rewards/async_one/call_s", "rewards/slow_if_asked/call_s"]
+    assert sum(s for name, s, _ in measured if "slow" in name) == pytest.approx(seconds["slow_if_asked"]) and not later

@@ -17,6 +17,7 @@ from agrpo.packer.cost import Cost
 from agrpo.packer.sequence import Sequence
 from agrpo.sections import Rollout
 from agrpo.train.feeder import Feeder
+from agrpo.train.measure import step_window
 from agrpo.types import ReadyGroup, Sample
 
 KEY = secrets.token_hex(16)
@@ -179,6 +180,18 @@ def test_staleness_zero_leaves_the_gate_open_after_a_step_without_a_sync(tmp_pat
     feeder.synced(2)
     wait_until(lambda: not end.credit.gate_closed)
     feeder.close()
+
+
+def test_rollouts_that_nothing_scored_enter_no_mean_of_rewards():
+    """Two of three scored, 1 and 3: mean 2, deviation 1; of a group without any score nothing is known."""
+    rewards = {0: np.array([1.0, np.nan, 3.0]), 1: np.full(3, np.nan)}
+    groups = {g: dataclasses.replace(make_group(g, 1), rewards=r, source_rewards={"correct": r}) for g, r in rewards.items()}
+    samples = [sample for group in groups.values() for sample in group.samples]
+    window = step_window(samples, groups, [0] * 6, {})
+    assert (window.get("reward_kept"), window.get("reward_group_std")) == (2.0, 1.0)
+    assert window.get("rewards/correct/group_std") == 1.0
+    unscored = step_window(list(groups[1].samples), {1: groups[1]}, [0] * 3, {})
+    assert unscored.get("reward_kept") is None and unscored.get("reward_group_std") is None
 
 
 def test_a_checkpoint_keeps_exactly_what_is_not_trained(tmp_path):
