@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.metadata
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ from agrpo.errors import ConfigError
 
 # Extra of pyproject.toml -> the package that brings Hydra's launcher.
 LAUNCHERS = {"slurm": "hydra-submitit-launcher", "joblib": "hydra-joblib-launcher"}
+SLURM = "submitit_slurm"
 
 
 def prepare(overrides: list[str], config_dir: str | None, multirun: bool = False) -> tuple[list[str], list[str]]:
@@ -74,6 +76,8 @@ def _launcher_fault(names: list[str]) -> str | None:
         extra = name.partition("_")[0].replace("submitit", "slurm")
         if extra in LAUNCHERS and LAUNCHERS[extra] not in installed:
             return f"hydra/launcher={name} needs the package {LAUNCHERS[extra]}; run: pip install 'agrpo[{extra}]'"
+        if name == SLURM and shutil.which("srun") is None:
+            return f"hydra/launcher={name}: there is no srun here; submit from a login node of the cluster, or try the jobs here with hydra/launcher=submitit_local"
     return None
 
 

@@ -69,6 +69,9 @@ def test_a_launcher_that_is_not_installed_is_named_with_its_package(monkeypatch)
     assert problems("hydra/launcher=submitit_slurm", "run.max_steps=-5") == [
         "hydra/launcher=submitit_slurm needs the package no-such-launcher; run: pip install 'agrpo[slurm]'"
     ]
+    monkeypatch.setattr("agrpo.config.overrides.LAUNCHERS", {"slurm": "hydra-core"})  # one that is installed
+    monkeypatch.setenv("PATH", "")
+    assert problems("hydra/launcher=submitit_slurm")[0].startswith("hydra/launcher=submitit_slurm: there is no srun here")
 
 
 def test_all_faults_are_reported_together():
