@@ -117,6 +117,13 @@ class Ledger:
             return self.untrained_in_a_row >= max(num_rows, 1)
         return self.unready_in_a_row >= max(num_rows, HOPELESS_GROUPS)
 
+    def barren(self) -> str:
+        """`: 64 groups in a row gave none (...)`, in powers of two, so that each is said once; "" below 64."""
+        count, gone = self.unready_in_a_row, {r: n for r, n in dict(self.reasons).items() if r != "trained"}
+        if count < 64 or not gone:
+            return ""
+        return f": {1 << (count.bit_length() - 1)} groups in a row gave none ({in_words(max(gone, key=gone.get))})"
+
     def close(self) -> None:
         self._file.close()
 
@@ -190,3 +197,8 @@ class AdmissionCredit:
         if self._steps:
             return self._factor * int(sum(self._steps) / len(self._steps))
         return int(self._factor * self._first_window_tokens * max(sharing, 1.0))
+
+
+def in_words(reason: str) -> str:
+    """A reason for which groups are dropped; the one that users meet first is said in words too."""
+    return f"{reason}: the rewards within each group are equal" if reason == "zero_std" else reason

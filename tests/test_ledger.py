@@ -73,6 +73,19 @@ def test_an_epoch_without_a_group_to_train_is_hopeless_also_beside_samples_that_
     ledger.close()
 
 
+def test_groups_that_give_nothing_are_said_in_powers_of_two(tmp_path):
+    ledger, told = Ledger(tmp_path / "ledger.jsonl"), []
+    ledger.start("run", None)
+    for group in range(300):
+        ledger.dropped(group, "timeout" if group % 3 == 0 else "zero_std")
+        if ledger.barren() not in told:
+            told.append(ledger.barren())
+    why = "zero_std: the rewards within each group are equal"
+    assert told == ["", *(f": {count} groups in a row gave none ({why})" for count in (64, 128, 256))]
+    ledger.ready(300, 1)
+    assert ledger.barren() == ""
+
+
 def test_window_is_the_mean_of_the_last_steps_times_staleness():
     credit = AdmissionCredit(max_staleness=4, window_steps=2, first_window_tokens=100_000)
     assert credit.limit_tokens() == 400_000  # STA-4

@@ -14,7 +14,7 @@ from agrpo.config.checkpoint_folder import resumed, set_aside
 from agrpo.data.prompts import order_of
 from agrpo.data.rows import gives_prompts
 from agrpo.errors import AgrpoError, ContractError, ServerError, StallError
-from agrpo.ledger import Intervals, Ledger
+from agrpo.ledger import Intervals, Ledger, in_words
 from agrpo.lifecycle import Life, Runtime, tell_exported, tell_wire_port, without_collector
 from agrpo.metrics.sinks import open_sinks
 from agrpo.metrics.summary import write_summary
@@ -179,7 +179,8 @@ class TrainRun:
 
     def _take_steps(self) -> None:
         while True:
-            self.life.beat("waiting for samples", step=self.progress.step)
+            barren = self.feeder.ledger.barren() if self.ranks.is_first else ""
+            self.life.beat(f"waiting for samples{barren}", step=self.progress.step)
             work = self.ranks.share(self._next_works() if self.ranks.is_first else None)
             if work.kind == "end":
                 return
@@ -252,7 +253,8 @@ class TrainRun:
         ledger = self.feeder.ledger
         if self.num_rows is not None and ledger.is_hopeless(self.num_rows, self.feeder.has_samples):
             counts = ", ".join(f"{reason}: {count}" for reason, count in sorted(ledger.reasons.items()))
-            raise StallError(f"no group of a whole epoch of {self.num_rows} prompts could be trained ({counts})")
+            why = f"; {in_words('zero_std')}" if ledger.reasons["zero_std"] else ""
+            raise StallError(f"no group of a whole epoch of {self.num_rows} prompts could be trained ({counts}){why}")
 
     def _is_save_due(self, step_index: int) -> bool:
         section = self.config.checkpoint
