@@ -29,6 +29,7 @@ from agrpo.sampler.answer import Expected, Unsynced, turn_of_text, turn_of_token
 from agrpo.sampler.connection import Connection, Retryable, Unreachable
 from agrpo.sampler.load import ServerLoad, load_of, num_engines
 from agrpo.sampler.servers import Server, Servers
+from agrpo.sampler.tries import Tries
 from agrpo.types import Turn
 
 TOKEN_PATH, TEXT_PATH = "/inference/v1/generate", "/v1/completions"
@@ -147,7 +148,7 @@ class Client:
         """
         request = self._request(prompt_ids, self._limit(prompt_ids, max_tokens), temperature)
         request["model"] = model or self.model_name
-        tries = _Tries(self.sampler.max_retries, self._timeout_s, self._retry_wait_s)
+        tries = Tries(self.sampler.max_retries, self._timeout_s, self._retry_wait_s)
         for attempt in itertools.count():
             server = await self._server(key[0], tries)
             if attempt:
@@ -173,7 +174,7 @@ class Client:
             raise RolloutFailure("prompt_too_long", text)
         return min(limit, room)
 
-    async def _server(self, group_id: int, tries: _Tries) -> Server:
+    async def _server(self, group_id: int, tries: Tries) -> Server:
         """The server for the next try, waited for while all are down."""
         while (server := self._servers.of(group_id, tries.failed_on)) is None:
             if not await self._servers.wait_for_one(tries.deadline):
@@ -288,32 +289,6 @@ class Client:
         if answered_at is not None:
             text = f"the last answer of a server was {time.monotonic() - answered_at:.0f} s ago"
         return "; ".join([text, *(f"{s.url} is down: {s.down}" for s in self._servers.all if s.down)])
-
-
-class _Tries:
-    """How often one request may fail, and until when."""
-
-    def __init__(self, max_retries: int, timeout_s: float, retry_wait_s: float):
-        self._max_retries, self._timeout_s, self._retry_wait_s = max_retries, timeout_s, retry_wait_s
-        self.deadline = time.monotonic() + timeout_s  # the first failure sets it anew
-        self.error: Retryable | Unsynced | None = None  # the last one
-        self.failed_on: Server | None = None  # asked last; another one is preferred now
-        self._num_failed = self._num_counted = 0
-
-    def failed(self, server: Server, error: Retryable | Unsynced) -> None:
-        if self.error is None:
-            self.deadline = time.monotonic() + self._timeout_s
-        self.error, self.failed_on = error, server
-        self._num_failed += 1
-
-    async def wait(self) -> None:
-        """Before the next try, after a failure that counts; RolloutFailure if there is none."""
-        self._num_counted += 1
-        wait = self._retry_wait_s * min(2 ** (self._num_counted - 1), 16) * random.uniform(1.0, 1.25)
-        wait = max(wait, self.error.after_s)
-        if self._num_counted > self._max_retries or time.monotonic() + wait > self.deadline:
-            raise RolloutFailure(self.error.reason, f"{self.error.text} ({self._num_failed} tries)") from self.error
-        await asyncio.sleep(wait)
 
 
 def _base_entry(entries: list[dict[str, Any]], model_name: str | None) -> dict[str, Any] | None:
