@@ -100,11 +100,11 @@ def room(config: Config) -> Iterator[Finding]:
 
 
 def _open_files(config: Config) -> Finding:
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)  # to which a run raises its processes' own
     needed = FILES_PER_ROLLOUT * config.rollout.max_concurrent_rollouts + 256
-    if soft == resource.RLIM_INFINITY or soft >= needed:
-        return Finding("open files", "ok", f"{soft} allowed, about {needed} needed")
-    return Finding("open files", "warn", f"{soft} allowed, about {needed} needed", f"ulimit -n {needed}")
+    if hard == resource.RLIM_INFINITY or hard >= needed:
+        return Finding("open files", "ok", f"{'any number' if hard == resource.RLIM_INFINITY else hard} allowed, about {needed} needed")
+    return Finding("open files", "warn", f"{hard} allowed, about {needed} needed", f"as root: ulimit -Hn {needed}, or lower rollout.max_concurrent_rollouts")
 
 
 def _memory(config: Config, shape: Shape) -> Finding:

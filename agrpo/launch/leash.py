@@ -8,14 +8,17 @@ does not need it to. SIGTERM is passed on to the command alone. Ends as the comm
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
+import resource
 import signal
 import subprocess
 import sys
 
 PR_SET_PDEATHSIG = 1
 LOOK_S = 0.25  # how often the supervisor is looked for
+MOST_FILES = 1 << 16  # connections and files that a process may have open, where the system allows so many
 
 
 def main(command: list[str]) -> None:
@@ -44,9 +47,15 @@ def main(command: list[str]) -> None:
 
 
 def before_command() -> None:
-    """In the child: signals as usual again, and death with the leash where the kernel offers that."""
+    """In the child: signals as usual again, death with the leash where the kernel offers that, and as many open files as the
+    user may have: the usual 1024 are used up by a few hundred rollouts."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = MOST_FILES if hard == resource.RLIM_INFINITY else min(hard, MOST_FILES)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        with contextlib.suppress(OSError, ValueError):
+            resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
     if sys.platform.startswith("linux"):
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
 

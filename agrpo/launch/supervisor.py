@@ -241,7 +241,9 @@ class Supervisor:
 
     def finish(self) -> dict[str, Any]:
         """The normal end: the trainer has told the rollout to finish; give it time, then stop the server."""
-        if not wait_all([self.rollout], ROLLOUT_GRACE_S):
+        # Trainers that a signal ended before their first step have told it nothing.
+        is_told = all(trainer.code == 0 for trainer in self.trainers)
+        if not wait_all([self.rollout], ROLLOUT_GRACE_S if is_told else 0.0):
             stop([self.rollout], 5.0)
         stop(
             [c for c in (self.rollout, *self.trainers) if c is not None], 0.0
