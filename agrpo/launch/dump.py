@@ -1,7 +1,7 @@
 """What a stalled run was doing, kept in its folder `stall/` before its processes are ended.
 
     NAME.stacks.txt     Python stacks of the process's threads: it writes them on SIGUSR1, also while it hangs; those of
-                        another program, such as vLLM, are read by py-spy where that is installed
+                        another program, such as vLLM, are read by py-spy where that is installed; of the supervisor too
     NAME.log.txt        the last lines of its log
     rollout.tasks.txt   where each coroutine of the rollout process waits
     processes.json      every process of the run with its state, threads, memory and last sign of life
@@ -11,6 +11,7 @@
 from __future__ import annotations
 
 import contextlib
+import faulthandler
 import json
 import os
 import shutil
@@ -47,6 +48,8 @@ def dump(run_dir: Path, children: list[Child]) -> Path:
             _put(folder / f"{child.name}.stacks.txt", lambda child=child: _read_stacks(child))
     for path in (*state.glob("*.stacks"), *state.glob("*.tasks")):
         _put(folder / f"{path.name}.txt", lambda path=path: path.read_text(errors="replace"))
+    with contextlib.suppress(OSError), (folder / "supervisor.stacks.txt").open("w") as file:
+        faulthandler.dump_traceback(file, all_threads=True)
     _put(folder / "processes.json", lambda: json.dumps([_facts(c) for c in children], indent=1) + "\n")
     _put(folder / "metrics.jsonl", lambda: "".join(_last_records(run_dir)))
     return folder

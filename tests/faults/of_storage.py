@@ -176,6 +176,15 @@ def console(folder: Path) -> str:
     return "goes on unseen"
 
 
+def halted(folder: Path) -> str:
+    """What a run prints, to a reader that is there and reads nothing: a paused pager, a frozen connection."""
+    reader, writer = os.pipe()
+    with open(reader), open(writer, "w") as file, Console(folder, output=RichConsole(file=file)) as shown:
+        for step in range(2000):
+            shown.step({"step": step, "reward": 0.5, "loss": 0.25})
+    return "goes on unseen"
+
+
 def begun(folder: Path) -> str:
     """`agrpo train` where no file can take a byte."""
     process = subprocess.run(
@@ -195,6 +204,7 @@ FAULTS = [
     Fault("checkpoint", "the disk is full", "exit code 4, left: step-000001", full, limit_s=90),
     Fault("logs", "the disk of the logs is full", "exit code 0", partial(child, LOGS, "/dev/full")),
     Fault("logs", "the disk of the run folder is full", "exit code 4", partial(child, BEATS, "/dev/null")),
+    Fault("console", "its reader stops reading", "goes on unseen", halted),
     Fault("logs", "the disk is full before the run begins", "exit code 4", begun, limit_s=60),
     Fault("logs", "the disk of completions.jsonl is full", "goes on without them", completions),
     Fault("logs", "the disk of the console's output is full", "goes on unseen", console),

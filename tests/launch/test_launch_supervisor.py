@@ -6,6 +6,7 @@ import json
 import os
 import pty
 import re
+import resource
 import signal
 import subprocess
 import sys
@@ -256,7 +257,8 @@ def test_what_cannot_be_kept_of_a_stall_takes_nothing_else_with_it(tmp_path):
     (tmp_path / "state" / "rollout.tasks").mkdir(parents=True)
     (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n')
     folder = dump.dump(tmp_path, [])
-    assert sorted(p.name for p in folder.iterdir()) == ["metrics.jsonl", "processes.json"]
+    assert sorted(p.name for p in folder.iterdir()) == ["metrics.jsonl", "processes.json", "supervisor.stacks.txt"]
+    assert "in dump" in (folder / "supervisor.stacks.txt").read_text()
 
 
 def test_a_process_that_was_stopped_is_named_with_what_lets_it_go_on(tmp_path):
@@ -283,13 +285,28 @@ def test_a_server_that_never_gets_healthy(tmp_path):
 
 
 def test_first_signal_saves_and_ends_cleanly(tmp_path):
-    run = Run(tmp_path / "run", ENDLESS)
-    run.await_all()
+    hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    few = lambda: resource.setrlimit(resource.RLIMIT_NOFILE, (256, hard))  # noqa: E731
+    run = Run(tmp_path / "run", ENDLESS, preexec_fn=few)
+    for pid in run.await_all().values():  # its processes may open as many files as the user may
+        assert psutil.Process(pid).rlimit(psutil.RLIMIT_NOFILE)[0] == min(hard, 1 << 16)
     run.popen.send_signal(signal.SIGINT)
     code, out, err = run.end()
     assert code == 130, err
     assert list((tmp_path / "run" / "checkpoints").iterdir())
     assert (tmp_path / "run" / "summary.json").exists()
+
+
+def test_a_signal_before_the_first_step_waits_for_nobody(tmp_path):
+    """Trainers that end by it have told the rollout process nothing, for which it would be given fifteen seconds."""
+    run = Run(tmp_path / "run", ("healthy", "freeze", "freeze", "roll_out"))
+    for name in ("trainer0", "trainer1"):
+        run.await_phase(name, "waiting for the trainer")
+    run.await_phase("rollout", "generating")
+    began = time.monotonic()
+    run.popen.send_signal(signal.SIGTERM)
+    code, _, err = run.end(startup_s=0)
+    assert code == 143 and time.monotonic() - began < 10, err
 
 
 def test_second_signal_ends_at_once(tmp_path):
