@@ -10,7 +10,8 @@ def test_results_beside_training_are_of_one_version_each(tmp_path):
     run = tmp_path / "run"
     settings = ("every=3", "num_rollouts=2", "max_prompts=23", "pass_at=[1,2]")
     done = agrpo(
-        tmp_path, "+recipe=quickstart", f"run.output_dir={run}", "run.max_steps=10", *(f"eval.heldout.{s}" for s in settings)
+        tmp_path, "+recipe=quickstart", f"run.output_dir={run}", "run.max_steps=10", "logger.logging_steps=5",
+        *(f"eval.heldout.{s}" for s in settings)
     )  # fmt: skip
     assert done.returncode == 0, done.stdout
     lines = [json.loads(line) for line in (run / "evaluations.jsonl").read_text().splitlines()]
@@ -26,4 +27,9 @@ def test_results_beside_training_are_of_one_version_each(tmp_path):
     assert all(step + 1 - held <= version <= step + 1 for step, version in zip(steps, versions, strict=True))
     assert all(line["rollouts_count"] == 46 and line["pass_at_1"] <= line["pass_at_2"] for line in lines)
     summary = json.loads((run / "summary.json").read_text())["eval"]["heldout"]
-    assert summary["before"]["step"] == 0 and summary["after"] == {k: lines[-1][k] for k in ("reward", "version", "step")}
+    assert summary["before"]["step"] == 0 and summary["after"] == {
+        k: lines[-1][k] for k in ("reward", "reward_ci95", "version", "step")
+    }
+    # A record of five steps may hold several: each of them is logged.
+    assert [r["eval/heldout/step"] for r in records if "eval/heldout/reward" in r] == steps
+    assert [r["step"] for r in records] == sorted(r["step"] for r in records)

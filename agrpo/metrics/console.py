@@ -277,7 +277,8 @@ def evaluation_line(name: str, points: Mapping[str, Mapping[str, Any]]) -> str:
 
     def written(point: Mapping[str, Any]) -> str:
         version = point.get("version")
-        return f"{point['reward']:.3f}" + (f" (version {version:.0f})" if version is not None else "")
+        spread = f" +-{point['reward_ci95']:.3f}" if point.get("reward_ci95") is not None else ""
+        return f"{point['reward']:.3f}{spread}" + (f" (version {version:.0f})" if version is not None else "")
 
     before, after = points["before"], points["after"]
     return f"{name}  {written(before)}" + (f" -> {written(after)}" if after is not before and after != before else "")

@@ -34,7 +34,9 @@ class History:
         """The finite numbers of one metric, oldest first. Of times and rates, the first of several is left out: it holds
         the start of the run."""
         is_timed = name.startswith(("perf/", "rollout/"))
-        usable = self.records[1:] if is_timed and len(self.records) > BRIEF else self.records
+        # An evaluation may have a record before that of the first step.
+        first = next((i for i, r in enumerate(self.records) if "perf/step_s" in r), 0)
+        usable = self.records[first + 1 :] if is_timed and len(self.records) > BRIEF else self.records
         found = [r[name] for r in usable if isinstance(r.get(name), int | float)]
         return [float(v) for v in found if np.isfinite(v)]
 

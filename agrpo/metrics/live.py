@@ -57,7 +57,7 @@ class Glance:
             self._add_reward(step, record["reward"])
         for name, points in evaluations([record]).items():
             self.evaluations.setdefault(name, {"before": points["before"]})["after"] = points["after"]
-            self.marks = [*self.marks, (step, points["after"]["reward"])][-MOST_POINTS:]
+            self.marks = [*self.marks, (points["after"]["step"], points["after"]["reward"])][-MOST_POINTS:]
 
     def _add_reward(self, step: int, reward: float) -> None:
         if self._num_rewards % self._every == 0:

@@ -56,6 +56,8 @@ def evaluation_points(records: Sequence[dict[str, Any]]) -> dict[str, list[dict[
                 step = record.get(f"eval/{name}/step")
                 step = int(record["step"] if step is None else step)
                 point = {"reward": reward, "version": record.get(f"eval/{name}/version"), "step": step}
+                if isinstance(spread := record.get(f"eval/{name}/reward_ci95"), int | float):
+                    point["reward_ci95"] = spread
                 found.setdefault(name, {})[step] = point
     return {name: list(points.values()) for name, points in found.items()}
 

@@ -54,6 +54,12 @@ class Window:
         for name, (value, weight) in values.items():
             self._join(name, float(value), float(weight))
 
+    def take(self, start: str) -> Window:
+        """A window of the metrics whose names begin with `start`; they leave this one."""
+        taken = Window()
+        taken._values = {name: self._values.pop(name) for name in list(self._values) if name.startswith(start)}
+        return taken
+
     def total(self, name: str) -> float:
         """Sum of the values added under `name` in this window (0 without events)."""
         return self._values.get(name, (0.0, 0.0))[0]

@@ -110,8 +110,13 @@ def _evaluated(run: RunFiles) -> dict[str, str]:
     found = {}
     for name, points in evaluations(run.records).items():
         before, after = points["before"], points["after"]
-        found[f"evaluation {name}"] = f"{before['reward']:.3f} -> {after['reward']:.3f}"
+        found[f"evaluation {name}"] = f"{_evaluated_as(before)} -> {_evaluated_as(after)}"
     return found
+
+
+def _evaluated_as(point: Mapping[str, Any]) -> str:
+    spread = point.get("reward_ci95")
+    return f"{point['reward']:.3f}" + (f" \u00b1 {spread:.3f}" if spread is not None else "")
 
 
 def _verdicts(run: RunFiles) -> str:

@@ -21,6 +21,7 @@ from typing import Any
 from agrpo import wire
 from agrpo.errors import AgrpoError, StallError
 from agrpo.metrics.sinks import keep_lines
+from agrpo.metrics.window import Window
 from agrpo.train.ranks import END, IDLE, RESEND, Ranks, Work
 
 SEND, HOLD, WAIT = 0, 1, 2  # what becomes of a sync that is due
@@ -37,6 +38,7 @@ class EvaluationRecord:
         self._running: dict[str, tuple[int, int]] = {}  # name -> version, step
         self._stopped: set[str] = set()  # running, but no longer generating
         self._void: set[str] = set()  # running, and some answer may be of other weights than its label says
+        self._earlier: list[tuple[int, Window]] = []  # step and figures of those that another of their name followed
         self.path: Path | None = None  # where each result is appended
 
     @property
@@ -89,6 +91,21 @@ class EvaluationRecord:
         self._append({"name": message.name, **result})
         return result
 
+    def add(self, window: Window, name: str, figures: dict[str, float]) -> None:
+        """The figures of one, which has a window to itself if this one holds another of that name: it keeps the last only."""
+        before = window.get(f"eval/{name}/step")
+        with self._lock:
+            if before is not None and "step" in figures:
+                self._earlier.append((int(before), window.take(f"eval/{name}/")))
+        for key, value in figures.items():
+            window.add(f"eval/{name}/{key}", value)
+
+    def take_earlier(self) -> list[tuple[int, Window]]:
+        """Step and figures of those since the last call that the window of all metrics has no longer."""
+        with self._lock:
+            earlier, self._earlier = self._earlier, []
+        return earlier
+
     def open(self, path: Path, step: int) -> None:
         """Results are appended to `path`, which loses those of later steps than the one that is resumed; of a fresh start all."""
         self.path = path
@@ -130,9 +147,9 @@ class Evaluations:
 
         At the last step those that run at the end anyway are left to that.
         """
-        self._due |= {
-            name for name, e in self.evaluations.items() if e.every and step % e.every == 0 and not (is_last and e.at_end)
-        }
+        self._due |= {name for name, e in self.evaluations.items() if e.every and step % e.every == 0}
+        if is_last:  # also what is overdue, because one of that name was running
+            self._due -= {name for name, e in self.evaluations.items() if e.at_end}
         if not self._due or not self.trainer.is_synced or not self.feeder.is_connected:
             return
         names = [name for name in self.evaluations if name in self._due - set(self._record.running)]

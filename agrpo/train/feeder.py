@@ -253,8 +253,7 @@ class Feeder:
 
     def _evaluated(self, name: str, figures: dict[str, float]) -> None:
         with self._lock:
-            for key, value in figures.items():
-                self._window.add(f"eval/{name}/{key}", value)
+            self.evaluations.add(self._window, name, figures)
 
     def _record(self, message: ReadyGroup | wire.Resolved) -> None:
         if isinstance(message, wire.Resolved):

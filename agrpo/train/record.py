@@ -33,7 +33,7 @@ class Recorder:
         self._meter = open_meter(config.model, trainer.model, ranks.device, ranks.world_size)
         self._callbacks = callbacks
         self._num_steps = 0  # since the last record
-        self._counted = progress.step
+        self._counted = self._written = progress.step
         self._step_ended_at = time.perf_counter()
 
     def took(self, step: Step) -> None:
@@ -64,6 +64,14 @@ class Recorder:
         self._counted = step_index
 
     def write(self, window: Window, step_index: int, verdict: dict[str, str]) -> None:
+        """A record of `window` for every sink; each evaluation that another of its name followed has one of its own before."""
+        for evaluated_at, earlier in self._feeder.evaluations.take_earlier():
+            # Services take no step that lies before one they have.
+            self._hand_out(earlier, min(max(evaluated_at, self._written), step_index), {})
+        self._hand_out(window, step_index, verdict)
+
+    def _hand_out(self, window: Window, step_index: int, verdict: dict[str, str]) -> None:
+        self._written = step_index
         record = {**window.record(step_index), **verdict}
         for sink in self._sinks:
             sink.write(step_index, record)

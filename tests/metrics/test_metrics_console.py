@@ -14,7 +14,7 @@ import pytest
 from rich.console import Console as RichConsole
 
 from agrpo.metrics.chart import curve
-from agrpo.metrics.console import Console, clock, step_line
+from agrpo.metrics.console import Console, clock, evaluation_line, step_line
 from agrpo.metrics.live import MOST_POINTS, Glance, short_number
 from agrpo.metrics.output import HELD_UP_S, Unfailing
 from agrpo.metrics.picture import draw
@@ -213,6 +213,16 @@ def test_live_view_ends_without_a_trace_of_control_characters_in_the_records(tmp
     assert text.rstrip().splitlines()[-2:] == ["model    /runs/a/model", "metrics  /runs/a/metrics.jsonl"]
     saved = (tmp_path / "curve.txt").read_text()
     assert saved.isascii() and saved.count("O") == 2
+
+
+def test_an_evaluation_stands_where_its_weights_were_made_with_its_interval(tmp_path):
+    console, _ = make_console(tmp_path, terminal=False)
+    for step, made_at, reward in ((10, 0, 0.25), (20, 15, 0.75)):
+        figures = {"reward": reward, "version": made_at + 1, "step": made_at, "reward_ci95": 0.04}
+        console.step({"step": step, **{f"eval/heldout/{k}": v for k, v in figures.items()}})
+    assert console._history.marks == [(0, 0.25), (15, 0.75)]
+    line = evaluation_line("heldout", console._history.evaluations["heldout"])
+    assert line == "heldout  0.250 +-0.040 (version 1) -> 0.750 +-0.040 (version 16)"
 
 
 def test_end_of_a_piped_run_is_ascii(tmp_path):

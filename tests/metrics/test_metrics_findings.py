@@ -212,6 +212,11 @@ def test_figures_are_those_of_the_last_ten_records_and_not_of_the_first():
     assert "waits 5.00 s of each 10.00 s step (50 %)" in waiting["generation-bound"].text
 
 
+def test_an_evaluation_before_the_first_step_does_not_hide_the_start_of_the_run():
+    steps = records(num=6, perf__rollout_wait_s=lambda i: 9.0 if i == 0 else 0.5)
+    assert History([{"step": 0, "eval/held/reward": 0.5}, *steps], {}).now("perf/rollout_wait_s") == 0.5
+
+
 def test_warnings_come_first_and_an_unchanged_verdict_is_no_change():
     levels = [
         f.level

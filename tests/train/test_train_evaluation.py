@@ -103,6 +103,23 @@ def test_syncs_are_left_out_while_one_runs_and_then_it_is_given_up(part, tmp_pat
     assert json.loads(line) == {"name": "held", "reward": 0.5, "version": 3, "step": 2}
 
 
+@pytest.mark.parametrize("part", [{"every": 1, "at_end": True}], indirect=True)
+def test_two_results_in_one_window_are_both_kept_and_the_end_is_not_evaluated_twice(part):
+    part.step()
+    wait_until(lambda: part.asked() == [(2, ["held"], False)])
+    part.answer({"reward": 0.25, "version": 2})
+    part.step()
+    wait_until(lambda: len(part.asked()) == 2)
+    part.step()  # due again while that one runs
+    part.answer({"reward": 0.75, "version": 3})
+    ((step, earlier),) = part.feeder.evaluations.take_earlier()
+    window = part.feeder.take_window()
+    assert (step, earlier.get("eval/held/reward"), earlier.get("eval/held/step")) == (1, 0.25, 1)
+    assert (window.get("eval/held/reward"), window.get("eval/held/step")) == (0.75, 2) and not part.feeder.evaluations.take_earlier()
+    part.step(is_last=True)
+    assert len(part.asked()) == 2  # step 3's is left to the end
+
+
 @pytest.mark.parametrize("part", [{"every": 2}], indirect=True)
 def test_a_left_out_sync_lowers_the_version_that_later_steps_are_trained_at(part):
     """Staleness 1, three samples a step: step 3 would be trained at version 3, and is trained at 2 without the sync."""
