@@ -154,6 +154,10 @@ def _scored(prompt: Any, group: Any, seconds: float) -> Finding:
         for answer, rollout in zip(ANSWERS, group.rollouts, strict=True)
     )
     text = f"row {prompt.row_index}: {given}"
+    silent = [name for name in group.rollouts[0].rewards if all(r.rewards[name] is None for r in group.rollouts)]
+    if silent:
+        fix = f"None is no score: if {', '.join(silent)} gives it to every answer of a run too, it has no influence, or no group is trained"
+        return Finding("rewards", "warn", text, fix, max(seconds, 1e-3))
     if seconds > LONG_SCORE_S:
         return Finding("rewards", "warn", text, "raise scorer.max_concurrent_groups, or make the function faster", seconds)
     return Finding("rewards", "ok", text, seconds=max(seconds, 1e-3))

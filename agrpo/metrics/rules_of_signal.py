@@ -193,6 +193,12 @@ def truncated(h: History) -> Finding | None:
 def dead_reward(h: History) -> Finding | None:
     """A source that gives every rollout of a group the same has no influence."""
     names = h.names("rewards/", "/group_std")
+    silent = [n for n in h.names("rewards/", "/call_s") if not h.values(f"rewards/{n}/mean")]
+    if silent and len(h.values("reward")) >= RECENT:
+        return Finding(
+            "dead-reward", WARNING, f"the reward {', '.join(silent)} gave None for every rollout", "it has no influence on training",
+            "Check what it is given and what it returns: agrpo view RUN.",
+        )  # fmt: skip
     dead = [n for n in names if (values := h.values(f"rewards/{n}/group_std")[-RECENT:]) and max(values) == 0.0]
     if not dead or len(h.values("reward")) < RECENT:
         return None

@@ -161,3 +161,13 @@ def test_room_on_the_disk_by_hand(monkeypatch):
         monkeypatch.setattr(doctor_host.shutil, "disk_usage", lambda path, free=free: Bag(free=free))
         finding = doctor_host._disk(config, shape)
         assert finding.status == status and (status == "ok" or "save_total_limit" in finding.fix)
+
+
+def test_a_reward_of_none_for_every_answer_is_a_warning():
+    def scored(*values):
+        rollouts = tuple(Bag(rewards={"right": 1.0, "style": value}) for value in values)
+        return doctor_child._scored(Bag(row_index=7), Bag(rollouts=rollouts), 0.1)
+
+    assert scored(None, 0.5).status == "ok"
+    silent = scored(None, None)
+    assert silent.status == "warn" and "if style gives it to every answer" in silent.fix

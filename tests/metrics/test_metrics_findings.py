@@ -120,6 +120,7 @@ BOTH_SIDES = [
      {"completions__duplicate_frac": ramp(0.2, 0.26), "entropy": ramp(0.8, 1.0)}),
     ("truncation", {"completions__clipped_ratio": 0.1}, {"completions__clipped_ratio": 0.09}),
     ("dead-reward", {"rewards__style/group_std": 0.0}, {"rewards__style/group_std": lambda i: 0.1 if i == 11 else 0.0}),
+    ("dead-reward", {"rewards__style/call_s": 0.1}, {"rewards__style/call_s": 0.1, "rewards__style/mean": 0.5}),
     ("mismatch", {"parity__engine_gap": 0.05}, {"parity__engine_gap": 0.049}),
     ("out-of-range", {"sampling__masked_mean": 0.1}, {"sampling__masked_mean": 0.09}),
     ("low-head-mass", {"sampling__sampler_mass": 0.94}, {"sampling__sampler_mass": 0.95}),
