@@ -181,7 +181,7 @@ class Server:
         self._told_at = time.monotonic()
         beat = self.child.beat() if self.child else None
         text = beat["phase"] if beat else last_words(self.child) or answer
-        self._console.event("server", f"{text} ({self._in_state_s:.0f} s)")
+        self._console.progress("server", f"{text} ({self._in_state_s:.0f} s)")
 
     @property
     def _num_recent(self) -> int:

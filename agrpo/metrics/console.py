@@ -123,6 +123,11 @@ class Console:
         self._phases[process] = (text, time.monotonic())
         self._event_line(process, text)
 
+    def progress(self, process: str, text: str) -> None:
+        """How far a process is that takes long; as an event, but for a quiet console."""
+        if not self.quiet:
+            self.event(process, text)
+
     def _event_line(self, process: str, text: str) -> None:
         self.note(f"[{time.monotonic() - self._began:6.1f} s] {process}: {text}")
 

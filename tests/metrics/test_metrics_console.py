@@ -215,6 +215,15 @@ def test_live_view_ends_without_a_trace_of_control_characters_in_the_records(tmp
     assert saved.isascii() and saved.count("O") == 2
 
 
+@pytest.mark.parametrize("quiet", [False, True])
+def test_a_quiet_console_says_what_happened_and_not_how_far_it_is(tmp_path, quiet):
+    console, file = make_console(tmp_path, terminal=False, quiet=quiet)
+    console.progress("server", "loading model (5 s)")
+    console.event("server", "restarting (1 of 5)")
+    text = file.getvalue()
+    assert "restarting (1 of 5)" in text and ("loading model" in text) == (not quiet)
+
+
 def test_an_evaluation_stands_where_its_weights_were_made_with_its_interval(tmp_path):
     console, _ = make_console(tmp_path, terminal=False)
     for step, made_at, reward in ((10, 0, 0.25), (20, 15, 0.75)):
