@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 HOPELESS_GROUPS = 1024  # in a row without a sample
+EPOCH_OF_A_STREAM = 8192  # prompts that count as an epoch where the data have no length
 
 
 class Intervals:
@@ -110,12 +111,13 @@ class Ledger:
             self.unready_in_a_row += num_samples == 0
         self._write(event="dropped", group=group_id, reason=reason, samples=num_samples)
 
-    def is_hopeless(self, num_rows: int, has_samples: bool) -> bool:
+    def is_hopeless(self, num_rows: int | None, has_samples: bool) -> bool:
         """A whole epoch gave no group to train (RUN-7). Samples that wait for the rest of their step may still get it from
         a small data set's next epochs, but not after `HOPELESS_GROUPS` groups without any."""
+        epoch = EPOCH_OF_A_STREAM if num_rows is None else max(num_rows, 1)
         if not has_samples:
-            return self.untrained_in_a_row >= max(num_rows, 1)
-        return self.unready_in_a_row >= max(num_rows, HOPELESS_GROUPS)
+            return self.untrained_in_a_row >= epoch
+        return self.unready_in_a_row >= max(epoch, HOPELESS_GROUPS)
 
     def barren(self) -> str:
         """`: 64 groups in a row gave none (...)`, in powers of two, so that each is said once; "" below 64."""

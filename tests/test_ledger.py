@@ -73,6 +73,17 @@ def test_an_epoch_without_a_group_to_train_is_hopeless_also_beside_samples_that_
     ledger.close()
 
 
+def test_data_without_a_length_are_hopeless_too_after_many_groups(tmp_path):
+    ledger = Ledger(tmp_path / "ledger.jsonl")
+    ledger.start("run", None)
+    for group_id in range(8191):
+        ledger.dropped(group_id, "zero_std")
+    assert not ledger.is_hopeless(None, has_samples=False)
+    ledger.dropped(8191, "zero_std")
+    assert ledger.is_hopeless(None, has_samples=False) and ledger.is_hopeless(None, has_samples=True)
+    ledger.close()
+
+
 def test_groups_that_give_nothing_are_said_in_powers_of_two(tmp_path):
     ledger, told = Ledger(tmp_path / "ledger.jsonl"), []
     ledger.start("run", None)

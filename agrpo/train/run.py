@@ -14,7 +14,7 @@ from agrpo.config.checkpoint_folder import resumed, set_aside
 from agrpo.data.prompts import order_of
 from agrpo.data.rows import gives_prompts
 from agrpo.errors import AgrpoError, ContractError, ServerError, StallError
-from agrpo.ledger import Intervals, Ledger, in_words
+from agrpo.ledger import EPOCH_OF_A_STREAM, Intervals, Ledger, in_words
 from agrpo.lifecycle import Life, Runtime, tell_exported, tell_wire_port, without_collector
 from agrpo.metrics.sinks import open_sinks
 from agrpo.metrics.summary import write_summary
@@ -251,10 +251,11 @@ class TrainRun:
     def _check_trainable(self) -> None:
         """RUN-7: a whole epoch without a group to train can never give a step."""
         ledger = self.feeder.ledger
-        if self.num_rows is not None and ledger.is_hopeless(self.num_rows, self.feeder.has_samples):
+        if ledger.is_hopeless(self.num_rows, self.feeder.has_samples):
             counts = ", ".join(f"{reason}: {count}" for reason, count in sorted(ledger.reasons.items()))
             why = f"; {in_words('zero_std')}" if ledger.reasons["zero_std"] else ""
-            raise StallError(f"no group of a whole epoch of {self.num_rows} prompts could be trained ({counts}){why}")
+            span = f"a whole epoch of {self.num_rows}" if self.num_rows is not None else f"the last {EPOCH_OF_A_STREAM}"
+            raise StallError(f"no group of {span} prompts could be trained ({counts}){why}")
 
     def _is_save_due(self, step_index: int) -> bool:
         section = self.config.checkpoint
