@@ -25,7 +25,7 @@ from agrpo.launch import diagnosis, plan, run_folder
 from agrpo.launch.check import check_at_start
 from agrpo.launch.dump import dump
 from agrpo.launch.processes import Child, kill, spawn, stop, wait_all
-from agrpo.launch.prompts import long_prompts
+from agrpo.launch.prompts import Reading
 from agrpo.launch.server import Server
 from agrpo.launch.watchdog import Watchdog
 from agrpo.lifecycle import exported_step
@@ -143,8 +143,9 @@ class Supervisor:
 
     def start(self, check_server: Callable) -> None:
         self.server.start()
-        prompts = long_prompts(self.config)
+        reading = Reading(self.config)
         self.server.await_healthy(self._look_around, lambda: self.children)
+        prompts = reading.result(lambda phase: self.console.phase("data", phase), self._look_around)
         check_server(self.config, self.server.urls, self.run_dir, self.console.note, prompts)
         for launch in self.processes.trainers:
             self.console.phase(launch.name, f"starting on {launch.devices}")

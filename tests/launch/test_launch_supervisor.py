@@ -309,6 +309,15 @@ def test_a_signal_before_the_first_step_waits_for_nobody(tmp_path):
     assert code == 143 and time.monotonic() - began < 10, err
 
 
+def test_a_signal_is_heard_while_the_data_are_read(tmp_path):
+    run = Run(tmp_path / "run", GOOD, ("data._target_=slow_data.Slow",))
+    run.await_line("data: reading")
+    began = time.monotonic()
+    run.popen.send_signal(signal.SIGTERM)
+    code, _, err = run.end(startup_s=0)
+    assert code == 143 and time.monotonic() - began < 10, err
+
+
 def test_second_signal_ends_at_once(tmp_path):
     run = Run(tmp_path / "run", ("healthy", "hang", "hang", "roll_out"))
     run.await_phase("trainer1", "stuck in a collective")
