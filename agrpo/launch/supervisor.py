@@ -9,8 +9,6 @@ or a lost terminal asks the trainers to finish their step and save; a second sig
 
 from __future__ import annotations
 
-import os
-import shlex
 import signal
 import threading
 import time
@@ -253,12 +251,11 @@ class Supervisor:
         return read_summary(self.run_dir)
 
     def written(self, summary: dict[str, Any]) -> dict[str, str | Path]:
-        """What the run left in its folder, and what reads it; a model of fewer steps, left by a run before, is not named."""
+        """As `agrpo.metrics.summary.written`; a model of fewer steps, left by a run before, is not named."""
         paths, exported = written(self.run_dir), exported_step(self.run_dir)
         if exported is not None and exported < summary.get("global_step", 0):
             paths.pop("model", None)
-        folder = min(str(self.run_dir), os.path.relpath(self.run_dir), key=len)
-        return {**paths, **{name: f"agrpo {name} {shlex.quote(folder)}" for name in ("explain", "report")}}
+        return paths
 
     def stop_all(self) -> None:
         """After a failure: the rollout ends now, trainers may save, the server goes last."""

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import shlex
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -62,8 +64,8 @@ def evaluation_points(records: Sequence[dict[str, Any]]) -> dict[str, list[dict[
     return {name: list(points.values()) for name, points in found.items()}
 
 
-def written(run_dir: Path) -> dict[str, Path]:
-    """What a user will look for in a finished run's folder, by name; only what is there."""
+def written(run_dir: Path) -> dict[str, str | Path]:
+    """What a user will look for in a finished run's folder, by name, and the commands that read it; only what is there."""
     names = {
         "model": "model",
         "summary": "summary.json",
@@ -72,4 +74,6 @@ def written(run_dir: Path) -> dict[str, Path]:
         "configuration": "config.yaml",
         "logs": "logs",
     }
-    return {label: run_dir / name for label, name in names.items() if (run_dir / name).exists()}
+    paths = {label: run_dir / name for label, name in names.items() if (run_dir / name).exists()}
+    folder = min(str(run_dir), os.path.relpath(run_dir), key=len)
+    return {**paths, **{name: f"agrpo {name} {shlex.quote(folder)}" for name in ("explain", "report")}}
