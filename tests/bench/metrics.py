@@ -102,6 +102,7 @@ def _rollout_side(records: list[dict]) -> float:
                 account.generated(group.group_id, slot, length)
             report.record_played(window, group, num_slots)
             report.record_scored(window, group, True, False)
+            window.add("rewards/correct/call_s", 1e-4, 1)  # as the scorer does for each function
             report.record_trainable(window, num_slots, num_slots)
             account.dropped(group.group_id, "zero_std")
             account.record()
