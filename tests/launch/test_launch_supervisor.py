@@ -276,9 +276,9 @@ def test_a_server_that_never_gets_healthy(tmp_path):
     folder.mkdir()
     for left in ("summary.json", "failure.txt"):  # by a run that is continued
         (folder / left).write_text("{}")
-    code, _, err = Run(folder, ("unhealthy", *GOOD[1:]), ("server.timeout=1.5",)).end()
+    code, _, err = Run(folder, ("unhealthy", *GOOD[1:]), ("server.timeout=6.5",)).end()
     assert code == 4
-    assert "not healthy after 1.5 s (HTTP 503)" in err and "server.timeout" in err
+    assert "not healthy after 6.5 s (HTTP 503)" in err and "server.timeout" in err
     assert (folder / "failure.txt").read_text() == err and not (folder / "summary.json").exists()
     assert str(folder / "stall") in err and "Loading shards" in (folder / "stall" / "server.log.txt").read_text()
     assert (folder / "stall" / "server.stacks.txt").exists()
