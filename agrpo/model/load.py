@@ -14,7 +14,7 @@ from agrpo.model import attention, delta, moe
 from agrpo.model.adapter import add_adapter
 from agrpo.model.shard import COMPUTE_DTYPES
 from agrpo.model.terms import bind
-from agrpo.model.tokenizer import first_line, source
+from agrpo.model.tokenizer import first_line, place, source
 from agrpo.model.weights import text_parameters
 
 LAYER_TYPES = ("full_attention", "sliding_attention", delta.KIND)
@@ -97,9 +97,8 @@ def prepare(model: torch.nn.Module, section: Any) -> torch.nn.Module:
 
 def load_config(section: Any) -> Any:
     """The model's transformers configuration; raises ConfigError."""
-    kwargs = {k: section.init_kwargs[k] for k in ("revision", "gguf_file", "subfolder") if k in section.init_kwargs}
     try:
-        return transformers.AutoConfig.from_pretrained(section.path, **source(section), **kwargs)
+        return transformers.AutoConfig.from_pretrained(section.path, **source(section), **place(section))
     except (OSError, ValueError, KeyError) as error:
         if "trust_remote_code" in str(error):
             raise ConfigError(f"model.trust_remote_code must be true: {section.path} ships its own code") from error

@@ -12,9 +12,7 @@ from agrpo.errors import ConfigError
 def load_tokenizer(section: Any) -> Any:
     """The tokenizer, padding on the left, with EOS where it has no pad token; raises ConfigError without EOS."""
     path = section.tokenizer_path or section.path
-    kwargs = {k: section.init_kwargs[k] for k in ("revision", "gguf_file", "subfolder") if k in section.init_kwargs}
-    if section.tokenizer_path is not None:
-        kwargs = {}
+    kwargs = place(section) if section.tokenizer_path is None else {}
     try:
         tokenizer = transformers.AutoTokenizer.from_pretrained(path, padding_side="left", **source(section), **kwargs)
     except (OSError, ValueError, KeyError, TypeError) as error:
@@ -31,6 +29,11 @@ def load_tokenizer(section: Any) -> Any:
 def source(section: Any) -> dict[str, Any]:
     """What loading a configuration, a tokenizer or a model takes from the section alike."""
     return {"trust_remote_code": True} if section.trust_remote_code else {}
+
+
+def place(section: Any) -> dict[str, Any]:
+    """Where in `model.path` the files are: of `model.init_kwargs`, what a configuration and a tokenizer take too."""
+    return {k: section.init_kwargs[k] for k in ("revision", "gguf_file", "subfolder") if k in section.init_kwargs}
 
 
 def first_line(error: BaseException) -> str:
