@@ -95,6 +95,15 @@ class History:
         return change if abs(change) >= max(LIKELY * error, _rounding(self.values(name))) else 0.0
 
     @property
+    def num_ranks(self) -> int:
+        return self.setting("run.num_processes", 1) * self.setting("run.num_nodes", 1)
+
+    @property
+    def records_rollouts(self) -> bool:
+        """Whether `agrpo view` has something to show."""
+        return self.setting("rollout.dump_to_file", False) or self.setting("logger.log_completions", False)
+
+    @property
     def trains_equal_groups(self) -> bool:
         """Whether groups of equal rewards are trained too; they have no reward_dropped then."""
         return not self.setting("advantage.drop_zero_std", True) or not self.compares_siblings
@@ -114,6 +123,15 @@ class History:
     def total(self, name: str) -> float:
         """Sum over the whole run, the first record included; for counts."""
         return float(sum(r[name] for r in self.records if isinstance(r.get(name), int | float)))
+
+    def over_steps(self, name: str) -> float:
+        """Sum over all steps of what each record has the mean over its steps of."""
+        total, before, longest = 0.0, 0, self.setting("logger.logging_steps", 1)
+        for record in self.records:
+            if isinstance(value := record.get(name), int | float):
+                total += value * min(record["step"] - before, longest)  # a run that was resumed does not begin at 0
+                before = record["step"]
+        return total
 
     def names(self, start: str, end: str) -> list[str]:
         """What stands between `start` and `end` in the metrics of all records: rewards/{name}/mean gives the names."""

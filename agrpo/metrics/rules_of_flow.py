@@ -67,30 +67,44 @@ def _generation_bound(h: History, wait: str) -> Finding:
         )  # fmt: skip
     if places:
         return Finding(
-            "too-few-places", WARNING, f"{wait}; {places}", "the server could do more at once than it is given",
+            "too-few-places", WARNING, f"{wait}; {places}", "the server may do more at once than it is given",
             "Raise the limit as far as tools and environments allow.", _more(h, "rollout.max_concurrent_rollouts", 512),
         )  # fmt: skip
     flying, cap = h.now("rollout/concurrency"), h.now("rollout/concurrency_cap")
-    maximum, usage = h.setting("rollout.max_concurrent_rollouts", 512), h.now("rollout/vllm_kv_cache_usage_frac") or 0.0
-    if flying is not None and cap is not None and cap < maximum and flying >= REACHED * cap:
-        return Finding(
-            "server-full", WARNING, f"{wait}; {flying:.0f} rollouts are in flight, the cap that the server's load sets is "
-            f"{cap:.0f}, its KV cache is {share(usage)} full", "the server holds as many requests as it can",
-            _devices(h, "generation", "Let answers be shorter."),
-        )  # fmt: skip
+    if flying is not None and cap is not None and cap < h.setting("rollout.max_concurrent_rollouts", 512) and flying >= REACHED * cap:
+        return _at_the_cap(h, wait, flying, cap)
     return Finding(
         "generation-bound", WARNING, wait, "generation is slower than training",
         _devices(h, "generation", "Let answers be shorter; on a CPU both sides share the cores."),
     )  # fmt: skip
 
 
+def _at_the_cap(h: History, wait: str, flying: float, cap: float) -> Finding:
+    """The cap is where the server's load put it, or still on its way up from what the cache holds at full length."""
+    usage, queued = h.now("rollout/vllm_kv_cache_usage_frac"), h.now("rollout/vllm_queued_requests")
+    figure = f"{wait}; {flying:.0f} rollouts are in flight, the cap that the server's load sets is {cap:.0f}{_fullness(usage)}"
+    if usage is not None and usage < LOW_KV_USAGE and not round(queued or 0.0):
+        return Finding(
+            "cap-rising", NOTE, figure, "the cap begins with what the cache holds at full length, and rises by a quarter each time "
+            "that as many rollouts have ended", "It rises by itself; look again later.",
+        )  # fmt: skip
+    return Finding(
+        "server-full", WARNING, figure, "the server holds as many requests as it can", _devices(h, "generation", "Let answers be shorter.")
+    )  # fmt: skip
+
+
+def _fullness(usage: float | None) -> str:
+    """What follows in a sentence where the server says how full its cache is."""
+    return "" if usage is None else f", the KV cache is {share(usage)} full"
+
+
 def _too_few_places(h: History) -> str:
     """Words where as many rollouts are in flight as may be, and the server has room for more; else empty."""
     flying, maximum = h.now("rollout/concurrency"), h.setting("rollout.max_concurrent_rollouts", 512)
-    usage = h.now("rollout/vllm_kv_cache_usage_frac") or 0.0
-    if flying is None or flying < REACHED * maximum or usage >= LOW_KV_USAGE:
+    usage = h.now("rollout/vllm_kv_cache_usage_frac")
+    if flying is None or flying < REACHED * maximum or (usage or 0.0) >= LOW_KV_USAGE:
         return ""
-    return f"{flying:.0f} of at most {maximum} rollouts are in flight and the KV cache is {share(usage)} full"
+    return f"{flying:.0f} of at most {maximum} rollouts are in flight{_fullness(usage)}"
 
 
 def _scoring(h: History) -> str:
@@ -158,15 +172,18 @@ def slow_sync(h: History) -> Finding | None:
 
 
 def stale(h: History) -> Finding | None:
-    """Samples that were generated and then too old to train."""
-    dropped = h.total("sample/dropped_stale_count")
-    # A record has the mean of its steps.
-    trained = sum(h.values("batch/samples_per_step")) * h.setting("logger.logging_steps", 1)
-    if not dropped or dropped / (dropped + trained) < STALE:
+    """Samples that were generated and then too old to train, or rollouts that would have been."""
+    dropped, trained = h.total("sample/dropped_stale_count"), h.over_steps("batch/samples_per_step")
+    given_up, slots = h.total("rollout/failed_stale_count"), h.total("group/target_slot_count")
+    if dropped and dropped / (dropped + trained) >= STALE:
+        figure = f"{dropped:.0f} samples, {share(dropped / (dropped + trained))} of all, were dropped as too old"
+    elif given_up and given_up / max(slots, given_up) >= STALE:
+        figure = f"{given_up:.0f} rollouts, {share(given_up / max(slots, given_up))} of all, were given up as too old"
+    else:
         return None
     return Finding(
-        "stale", WARNING, f"{dropped:.0f} samples, {share(dropped / (dropped + trained))} of all, were dropped as too old",
-        "they waited longer than the staleness bound allows, often because a few rollouts take much longer than others",
+        "stale", WARNING, figure,
+        "they took longer than the staleness bound allows, often because a few rollouts take much longer than others",
         "Accept older samples, or shorten the longest rollouts.", _more(h, "rollout.max_staleness", 4),
     )  # fmt: skip
 
@@ -178,6 +195,7 @@ LOSSES = {
     "late": "Their groups had gone before they ended: shorten the longest rollouts.",
     "unused": "No trained position holds them: where an environment re-renders what was said, a turn may lose its own tokens.",
     "oversize": "Make rows longer (packer.token_budget), or answers shorter.",
+    "under_scored": "Fewer than two rollouts of their groups have a reward: reward functions gave None for the others.",
     "scorer_error": "Mend the reward function that logs/rollout.log names, or raise scorer.timeout.",
     "rejected": "That is what rollout.accept_fn decides.",
     "unusable": "Too few rollouts of their groups were usable; logs/rollout.log names the errors.",
@@ -200,16 +218,24 @@ def waste(h: History) -> Finding | None:
     )  # fmt: skip
 
 
+# reason of a failed rollout that is no error, so that no log names it -> what to do
+FAILURES = {
+    "prompt_too_long": "What they were asked left no room for an answer: raise server.max_model_len, or shorten it.",
+    "returned_none": "The workflow gave None for them, which leaves them out.",
+}
+
+
 def failed(h: History) -> Finding | None:
-    failures, slots = h.total("rollout/failed_count"), h.total("group/target_slot_count")
-    if not failures or failures / max(slots, failures) < FAILED:
-        return None
+    """Rollouts without a result; those that were given up as too old are a verdict of their own."""
     reasons = {n: h.total(f"rollout/failed_{n}_count") for n in h.names("rollout/failed_", "_count")}
+    failures, slots = h.total("rollout/failed_count") - reasons.pop("stale", 0.0), h.total("group/target_slot_count")
+    if failures <= 0 or failures / max(slots, failures) < FAILED:
+        return None
     worst = max(reasons, key=lambda name: reasons[name], default="")
     most = f", most as {worst}" if worst else ""
     return Finding(
         "failed-rollouts", WARNING, f"{failures:.0f} rollouts, {share(failures / max(slots, failures))} of all, failed{most}",
-        "their slots are lost, and groups become smaller", "The rollout log names the first errors: logs/rollout.log.",
+        "their slots are lost, and groups become smaller", FAILURES.get(worst, "The rollout log names the first errors: logs/rollout.log."),
     )  # fmt: skip
 
 
@@ -252,17 +278,18 @@ def empty_rows(h: History) -> Finding | None:
         return None
     return Finding(
         "empty-rows", NOTE, f"rows are {share(fill)} full", f"samples of up to {max(longest):.0f} tokens seldom fit beside each other in "
-        f"{budget}", "Longer rows hold more of them, where the memory allows it.", _more(h, "packer.token_budget"),
+        f"{budget}", "Longer rows hold more of them, where the memory allows it.", _more(h, "packer.token_budget", budget),
     )  # fmt: skip
 
 
 def uneven_ranks(h: History) -> Finding | None:
-    imbalance = h.now("batch/row_imbalance")
-    if imbalance is None or imbalance < UNEVEN or h.setting("run.num_processes", 1) < 2:
+    imbalance, fill, mean = h.now("batch/row_imbalance"), h.now("batch/row_fill_frac"), h.now("batch/row_tokens_mean")
+    if imbalance is None or imbalance < UNEVEN or h.num_ranks < 2:
         return None
     return Finding(
         "uneven-ranks", NOTE, f"the heaviest row costs {imbalance:.2f} times the mean of its microbatch",
-        "the other ranks wait for it", "Longer rows are easier to balance.", _more(h, "packer.token_budget"),
+        "the other ranks wait for it", "Longer rows are easier to balance.",
+        _more(h, "packer.token_budget", round(mean / fill) if fill and mean else None),
     )  # fmt: skip
 
 

@@ -29,7 +29,7 @@ def saturation(h: History) -> Finding | None:
     if reward is None:
         return Finding(
             "no-signal", WARNING, f"{share(zero)} of the groups give no gradient", "no rollout has a reward: every source gave None",
-            "Look at what the reward functions are given and return: agrpo view RUN.",
+            _read(h, "Look at what the reward functions are given and return"),
         )  # fmt: skip
     figure = f"{share(zero)} of the groups have equal rewards, the mean reward is {reward:.3g}"
     bounds = h.setting("scorer.reward_range")
@@ -66,7 +66,7 @@ def saturation(h: History) -> Finding | None:
         return _stuck(h, figure)
     return Finding(
         "mixed", NOTE, figure, "some prompts are too easy and others too hard, or groups share a partial score",
-        "Read a few rollouts: agrpo view RUN.",
+        _read(h, "Read a few rollouts"),
     )  # fmt: skip
 
 
@@ -87,7 +87,7 @@ def _stuck(h: History, figure: str) -> Finding:
         )  # fmt: skip
     return Finding(
         "stuck-low", WARNING, figure, "the prompts are too hard, or the reward function does not recognise right answers",
-        "Read a few answers with their rewards: agrpo view RUN.",
+        _read(h, "Read a few answers with their rewards"),
     )  # fmt: skip
 
 
@@ -116,12 +116,11 @@ def evaluation(h: History) -> Finding | None:
         (best, best_ci), (now, now_ci) = max(results[:-1]), results[-1]
         if best - now < max(MOVED * _span(h), LIKELY / CI95 * math.hypot(best_ci, now_ci)):
             continue
-        figure = f"evaluation {name} gives {now:.3g} +- {now_ci:.2g}, it gave {best:.3g} +- {best_ci:.2g}"
+        figure = f"evaluation {name} gives {now:.3g} +-{now_ci:.2g}, it gave {best:.3g} +-{best_ci:.2g}"
         if h.has_risen("reward", MOVED * _span(h)) and fallen(h) is None:
             return Finding(
                 "overfitting", WARNING, figure, "the reward in training has risen meanwhile: what was learned holds for its "
-                "prompts or its reward functions only", "Give more and other prompts, or stop earlier; read what earns a reward: "
-                "agrpo view RUN.",
+                "prompts or its reward functions only", _read(h, "Give more and other prompts, or stop earlier; read what earns a reward"),
             )  # fmt: skip
         return Finding(
             "worse-evaluation", WARNING, figure, "the policy has become worse",
@@ -197,15 +196,21 @@ def dead_reward(h: History) -> Finding | None:
     if silent and len(h.values("reward")) >= RECENT:
         return Finding(
             "dead-reward", WARNING, f"the reward {', '.join(silent)} gave None for every rollout", "it has no influence on training",
-            "Check what it is given and what it returns: agrpo view RUN.",
+            _read(h, "Check what it is given and what it returns"),
         )  # fmt: skip
-    dead = [n for n in names if (values := h.values(f"rewards/{n}/group_std")[-RECENT:]) and max(values) == 0.0]
-    if not dead or len(h.values("reward")) < RECENT:
+    dead = [n for n in names if (values := h.values(f"rewards/{n}/group_std")[-RECENT:]) and max(values) <= _same(h, n)]
+    # Without siblings to compare with, what all rollouts of a group get still counts.
+    if not dead or not h.compares_siblings or len(h.values("reward")) < RECENT:
         return None
     return Finding(
         "dead-reward", WARNING, f"the reward {', '.join(dead)} gave all rollouts of a group the same in the last records",
-        "it has no influence on training", "Check what it is given and what it returns: agrpo view RUN --show GROUP.",
+        "it has no influence on training", _read(h, "Check what it is given and what it returns"),
     )  # fmt: skip
+
+
+def _same(h: History, source: str) -> float:
+    """The standard deviation of equal rewards, which is rounding: seven times 0.1 give 1e-17."""
+    return 1e-9 * max(map(abs, h.values(f"rewards/{source}/mean")[-RECENT:]), default=0.0)
 
 
 def mismatch(h: History) -> Finding | None:
@@ -216,11 +221,13 @@ def mismatch(h: History) -> Finding | None:
         gap, where = h.now("sampling/sampling_logp_difference/mean"), "at staleness 0"
     if gap is None or gap < min(limit, ENGINE_GAP):
         return None
+    server = h.setting("server", {})  # one that runs elsewhere has no key dtype
+    is_settable = "dtype" in server and (server["dtype"] or h.setting("model.dtype")) != "float32"
     return Finding(
         "mismatch", WARNING if gap >= limit else NOTE,
         f"log-probs of server and trainer differ by {gap:.3g} nats per token {where}", "the two compute the model "
         "differently: precision, kernels or weights that did not arrive", "Compare them on the same tokens: agrpo serve-check "
-        "--probe.", "server.dtype=float32" if gap >= limit else "",
+        "OVERRIDES --probe, beside agrpo serve OVERRIDES.", "server.dtype=float32" if gap >= limit and is_settable else "",
     )  # fmt: skip
 
 
@@ -229,8 +236,9 @@ def out_of_range(h: History) -> Finding | None:
     if masked is None or masked < OUT_OF_RANGE:
         return None
     words = f" at a mean staleness of {age:.1f}" if age is not None else ""
+    bounds = "[loss.lower, loss.upper]" if h.setting("loss.upper") is not None else "[loss.clip_min, loss.clip_max]"
     return Finding(
-        "out-of-range", WARNING, f"{share(masked)} of the trained tokens have a ratio outside [loss.clip_min, loss.clip_max]{words}",
+        "out-of-range", WARNING, f"{share(masked)} of the trained tokens have a ratio outside {bounds}{words}",
         "they give no policy gradient: the policy moves far in each step, or samples are old",
         "Lower the learning rate, or accept only younger samples.", _less_rate(h),
     )  # fmt: skip
@@ -256,6 +264,11 @@ def clipped_gradient(h: History) -> Finding | None:
         "the size of a step no longer depends on its gradient", "Lower the learning rate, or look for outliers in the rewards.",
         _less_rate(h),
     )  # fmt: skip
+
+
+def _read(h: History, what: str) -> str:
+    """`what`, and how: rollouts can be looked at where the run recorded them."""
+    return f"{what}: agrpo view RUN" + ("." if h.records_rollouts else ", of a run with logger.log_completions=true.")
 
 
 def _less_rate(h: History) -> str:

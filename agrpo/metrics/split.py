@@ -67,7 +67,7 @@ def measured(history: History) -> Split | None:
         training_s=max(busy_s - (history.now("perf/rollout_wait_s") or 0.0), 0.0),
         sync_s=sync_s,
         num_generation=len(devices.get("server") or []),
-        num_training=history.setting("run.num_processes", 1) * history.setting("run.num_nodes", 1),
+        num_training=history.num_ranks,
         server_size=history.setting("server.tensor_parallel_size", 1),
         overlaps=history.setting("rollout.max_staleness", 4) > 0,
     )

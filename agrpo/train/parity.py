@@ -72,7 +72,7 @@ class ParityProbe:
         text = (
             f"step {step_index}: trainer and server disagree by {gap:.3g} nats per token over {num_tokens} tokens that "
             "the current weights generated, so neither staleness nor the loss explains it; compare model.dtype, "
-            "model.precision and server.dtype, and run: agrpo serve-check --probe"
+            "model.precision and server.dtype, and run: agrpo serve-check --probe, with this run's overrides"
         )
         if self._stop is not None and gap > self._stop:
             raise ServerError(f"{text} (limit run.parity_stop={self._stop:g}; null turns it off)")

@@ -68,6 +68,17 @@ BOTH_SIDES = [
      {"perf__rollout_wait_s": 5, "rollout__concurrency": 64, "rollout__concurrency_cap": 64, "rollout__vllm_kv_cache_usage_frac": 0.60}),
     ("server-full", {"perf__rollout_wait_s": 5, "rollout__concurrency": 19, "rollout__concurrency_cap": 20},
      {"perf__rollout_wait_s": 5, "rollout__concurrency": 18.9, "rollout__concurrency_cap": 20}),
+    # below 60 %, and nobody waits: the cap has not come to its place yet
+    ("cap-rising",
+     {"perf__rollout_wait_s": 5, "rollout__concurrency": 20, "rollout__concurrency_cap": 20, "rollout__vllm_kv_cache_usage_frac": 0.59,
+      "rollout__vllm_queued_requests": 0.4},
+     {"perf__rollout_wait_s": 5, "rollout__concurrency": 20, "rollout__concurrency_cap": 20, "rollout__vllm_kv_cache_usage_frac": 0.6,
+      "rollout__vllm_queued_requests": 0.4}),
+    ("server-full",
+     {"perf__rollout_wait_s": 5, "rollout__concurrency": 20, "rollout__concurrency_cap": 20, "rollout__vllm_kv_cache_usage_frac": 0.2,
+      "rollout__vllm_queued_requests": 3},
+     {"perf__rollout_wait_s": 5, "rollout__concurrency": 20, "rollout__concurrency_cap": 20, "rollout__vllm_kv_cache_usage_frac": 0.2,
+      "rollout__vllm_queued_requests": 0}),
     ("scoring-bound",
      # 32 groups of 8 in a step of 10 s, 2 s each: 64 of the 80 seconds of 8 places
      {"perf__rollout_wait_s": 5, "rollout__score_queue_size": 1, "rollout__score_s": 2.0, "group__target_slot_count": 256},
@@ -78,6 +89,8 @@ BOTH_SIDES = [
     ("slow-sync", {"perf__weight_sync_s": 1.5}, {"perf__weight_sync_s": 1.49}),
     ("stale", {"sample__dropped_stale_count": 6, "batch__samples_per_step": 100},
      {"sample__dropped_stale_count": 4, "batch__samples_per_step": 100}),
+    ("stale", {"rollout__failed_count": 5, "rollout__failed_stale_count": 5, "group__target_slot_count": 100},
+     {"rollout__failed_count": 5, "rollout__failed_stale_count": 4.9, "group__target_slot_count": 100}),
     ("waste", {"tokens__generated": 100, "tokens__discarded/stale": 30}, {"tokens__generated": 100, "tokens__discarded/stale": 29}),
     ("failed-rollouts", {"rollout__failed_count": 5, "group__target_slot_count": 100},
      {"rollout__failed_count": 4.9, "group__target_slot_count": 100}),
@@ -183,7 +196,7 @@ def test_a_policy_that_has_learned_repeats_its_right_answers():
 def test_too_few_places_are_named_where_most_groups_are_equal_too():
     waiting = {"perf__rollout_wait_s": 5, "frac_reward_zero_std": 0.6, "rollout__concurrency": 64}
     verdict = found(**waiting)["few-signals"]
-    assert "64 of at most 64 rollouts are in flight and the KV cache is 0 % full" in verdict.change
+    assert "64 of at most 64 rollouts are in flight: more at once" in verdict.change
     assert verdict.override == "rollout.max_concurrent_rollouts=128"
     verdict = found(**{**waiting, "rollout__concurrency": 30})["few-signals"]
     assert verdict.change == "The verdict mixed says why." and not verdict.override
@@ -203,9 +216,21 @@ def test_at_staleness_zero_the_difference_is_mismatch():
 
 
 def test_samples_dropped_as_stale_are_a_share_of_all_steps_of_a_record():
-    changed = {"sample__dropped_stale_count": 6, "batch__samples_per_step": 100}
-    assert "stale" in found(**changed)
-    assert "stale" not in found(settings={**SETTINGS, "logger": {"logging_steps": 10}}, **changed)
+    each = [{**r, "sample/dropped_stale_count": 6, "batch/samples_per_step": 100} for r in records()]
+    tens = {**SETTINGS, "logger": {"logging_steps": 10}}
+    assert "stale" in {f.rule for f in findings(each, SETTINGS)}
+    assert "stale" not in {f.rule for f in findings([{**r, "step": 10 * r["step"]} for r in each], tens)}
+
+
+def test_a_record_counts_for_as_many_steps_as_it_covers():
+    """The first step, nine more, an evaluation, ten, and the three that are left; of a run resumed at 40 the first one covers ten."""
+    tens = {"logger": {"logging_steps": 10}}
+
+    def seconds(*steps):
+        return History([{"step": s, **({"perf/step_s": 2.0} if isinstance(s, int) else {"eval/held/reward": 1})} for s in steps], tens)
+
+    assert seconds(1, 10, 10.0, 20, 23).over_steps("perf/step_s") == 2.0 * 23
+    assert seconds(50, 60).over_steps("perf/step_s") == 2.0 * 20
 
 
 def test_figures_are_those_of_the_last_ten_records_and_not_of_the_first():
@@ -258,6 +283,69 @@ def test_a_setting_is_named_only_where_it_changes_something():
     assert "agrpo explain" in found(settings=ON_GPUS, **waiting)["generation-bound"].text
     kept = {**SETTINGS, "advantage": {"drop_zero_std": False}}  # groups of equal rewards fill a step as others do
     assert "generation-bound" in found(settings=kept, frac_reward_zero_std=0.9, **waiting)
+
+
+def test_what_no_server_measures_is_not_said_of_it():
+    full = {"perf__rollout_wait_s": 5, "rollout__concurrency": 64, "rollout__concurrency_cap": 64}
+    assert "KV cache" not in found(**full)["too-few-places"].text
+    assert "KV cache is 20 % full" in found(**full, rollout__vllm_kv_cache_usage_frac=0.2)["too-few-places"].text
+
+
+def test_a_longer_row_is_named_also_where_its_length_was_not_set():
+    free = {**SETTINGS, "packer": {"token_budget": None}}
+    rows = {"batch__row_fill_frac": 0.4, "batch__row_tokens_mean": 400, "sample__forwarded_tokens_max": 900, "batch__row_imbalance": 2.0}
+    for rule in ("empty-rows", "uneven-ranks"):
+        assert found(settings=free, **rows)[rule].override == "packer.token_budget=2000"
+
+
+def test_ranks_of_several_nodes_wait_for_each_other_too():
+    for num_nodes, is_said in ((1, False), (2, True)):
+        settings = {**SETTINGS, "run": {"num_processes": 1, "num_nodes": num_nodes}}
+        assert ("uneven-ranks" in found(settings=settings, batch__row_imbalance=2.0)) == is_said
+
+
+def test_rollouts_given_up_as_too_old_are_no_failures():
+    given_up = {"rollout__failed_count": 30, "rollout__failed_stale_count": 30, "group__target_slot_count": 100}
+    verdicts = found(**given_up)
+    assert "failed-rollouts" not in verdicts and verdicts["stale"].override == "rollout.max_staleness=8"
+    told = found(**{**given_up, "rollout__failed_stale_count": 0, "rollout__failed_prompt_too_long_count": 30})["failed-rollouts"]
+    assert "server.max_model_len" in told.text and "logs/" not in told.text  # the log does not name those
+
+
+def test_a_reward_is_dead_by_what_rounding_leaves_and_only_where_siblings_are_compared():
+    """Seven times 0.1 have a standard deviation of 1.4e-17 in float64."""
+    spread = float(np.std([0.1] * 7))
+    assert spread > 0
+    constant = {"rewards__style/group_std": spread, "rewards__style/mean": 0.1}
+    assert "style" in found(**constant)["dead-reward"].text
+    assert "dead-reward" not in found(**{**constant, "rewards__style/group_std": 1e-3})
+    alone = {**SETTINGS, "advantage": {"mean_level": "batch", "std_level": None}}
+    assert "dead-reward" not in found(settings=alone, **constant)
+
+
+@pytest.mark.parametrize(
+    ("server", "override"),
+    [
+        ({"dtype": "auto"}, "server.dtype=float32"), ({"dtype": "float32"}, ""), ({"base_url": "http://there:8000"}, ""),
+        ({"dtype": None}, ""),  # that of the trainer's weights
+    ],
+)  # fmt: skip
+def test_the_precision_of_a_server_is_named_where_it_can_be_raised(server, override):
+    verdict = found(settings={**SETTINGS, "server": server, "model": {"dtype": "float32"}}, parity__engine_gap=0.2)["mismatch"]
+    assert verdict.override == override and "serve-check OVERRIDES --probe" in verdict.text
+
+
+def test_bounds_are_named_as_the_loss_names_them():
+    for loss, words in (({"clip_min": 0.5}, "[loss.clip_min, loss.clip_max]"), ({"upper": 2.0}, "[loss.lower, loss.upper]")):
+        assert words in found(settings={**SETTINGS, "loss": loss}, sampling__masked_mean=0.2)["out-of-range"].text
+
+
+def test_rollouts_are_to_be_looked_at_where_they_were_recorded():
+    dull = {"frac_reward_zero_std": 0.6, "reward_dropped": 0.5}
+    assert found(**dull)["mixed"].text.endswith("agrpo view RUN, of a run with logger.log_completions=true.")
+    for key, name in (("rollout", "dump_to_file"), ("logger", "log_completions")):
+        settings = {**SETTINGS, key: {**SETTINGS.get(key, {}), name: True}}
+        assert found(settings=settings, **dull)["mixed"].text.endswith("agrpo view RUN.")
 
 
 def test_waste_says_what_to_do_about_its_reason():
