@@ -151,7 +151,7 @@ rollout/fork_frac | 0..1 | W | ratio | turn transitions that opened a new sample
 rollout/drift_tokens_mean | tokens | W | ratio | held tokens rendered again after a fork, per transition
 rollout/drift_tokens_max | tokens | W | max | largest such number
 rollout/score_queue_size | groups | W | mean | finished groups waiting for scoring
-rollout/queue_size | samples | F | mean | samples waiting for the trainer, read at each pull
+rollout/queue_size | samples | F | mean | samples waiting for the trainer when it takes a step, those of the step left out
 rollout/score_s | s | W | ratio | time to score one group
 rollout/score_wait_s | s | W | ratio | time a finished group waited before scoring began
 rollout/score_block_s | s | W | mean | time generation was blocked by a full score queue
@@ -179,7 +179,7 @@ env/reward_s | s | W | ratio | duration of get_reward; only if defined
 sample/forwarded_tokens_mean | tokens | F | ratio | raw tokens per sample
 sample/forwarded_tokens_max | tokens | F | max | longest sample
 sample/trained_tokens_mean | tokens | F | ratio | trained tokens per sample
-sample/time_in_queue_s | s | F | ratio | time from entering the sample queue to the pull
+sample/time_in_queue_s | s | F | ratio | time from a sample's arrival in the queue until its step is taken
 sample/staleness_mean | versions | F | ratio | staleness of pulled samples that are kept
 sample/staleness_max | versions | F | max | largest such staleness
 sample/dropped_stale_count | count | F | sum | samples dropped for staleness since the last record

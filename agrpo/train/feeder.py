@@ -25,7 +25,7 @@ from agrpo.metrics.balance import TokenBalance
 from agrpo.metrics.window import Window
 from agrpo.train.account import Account
 from agrpo.train.evaluation import EvaluationRecord
-from agrpo.train.measure import step_window
+from agrpo.train.measure import add_queue, step_window
 from agrpo.train.untrained import Untrained
 from agrpo.types import ReadyGroup, Sample, Step
 
@@ -67,7 +67,6 @@ class Feeder:
         if getattr(advantage, "needs_step", False):
             planner.advantages = lambda samples: advantage.of_step(samples, self._untrained.group)
         self._inbox: queue.SimpleQueue[ReadyGroup] = queue.SimpleQueue()
-        self._num_inbox_samples = 0
         self._planned: queue.Queue[tuple[Step, list[Sample], Window]] = queue.Queue(maxsize=1)
         self._in_step: list[Sample] = []
         self._has_ended = False
@@ -108,6 +107,7 @@ class Feeder:
             self._account.credit.step_used(raw)
             self._in_step = samples
             self._window.merge(window)
+            add_queue(self._window, samples, self._untrained)
             # Closed until the sync after this step; without one nothing would open it again (STA-14).
             is_sync_next = self._version_at(step.index + 1) > self._version_at(step.index)
             self._account.gate_closed = self._settings.max_staleness == 0 and is_sync_next
@@ -266,16 +266,12 @@ class Feeder:
     def _accept(self, group: ReadyGroup) -> None:
         with self._lock:
             self._untrained.add(group)
-            self._num_inbox_samples += len(group.samples)
         self._inbox.put(group)
 
     def _plan(self) -> None:
         try:
             while True:
                 group = self._inbox.get()
-                with self._lock:
-                    self._num_inbox_samples -= len(group.samples)
-                    self._window.add("rollout/queue_size", self._num_inbox_samples)
                 for sample in group.samples:
                     self._place(sample)
                 with self._lock:

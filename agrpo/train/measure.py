@@ -7,6 +7,7 @@ import time
 import numpy as np
 
 from agrpo.metrics.window import Window
+from agrpo.train.untrained import Untrained
 from agrpo.types import ReadyGroup, Sample
 
 
@@ -14,19 +15,26 @@ def step_window(
     samples: list[Sample], groups: dict[int, ReadyGroup], ages: list[int], batch: dict[str, tuple[float, float]]
 ) -> Window:
     """`ages` are the samples' staleness, `groups` theirs by id, `batch` the planner's figures as (value, weight)."""
-    window, now, count = Window(), time.time(), len(samples)
+    window, count = Window(), len(samples)
     for name, (value, weight) in batch.items():
         window.add(name, value, weight)
     raw, trained = [len(s.token_ids) for s in samples], [s.num_trained_tokens for s in samples]
     window.add("sample/forwarded_tokens_mean", sum(raw), count)
     window.add("sample/forwarded_tokens_max", max(raw))
     window.add("sample/trained_tokens_mean", sum(trained), count)
-    window.add("sample/time_in_queue_s", sum(max(0.0, now - groups[s.group_id].ready_at) for s in samples), count)
     window.add("sample/staleness_mean", sum(ages), count)
     window.add("sample/staleness_max", max(ages))
     _add_rewards(window, samples, groups)
     _add_groups(window, samples, groups, trained)
     return window
+
+
+def add_queue(window: Window, samples: list[Sample], untrained: Untrained) -> None:
+    """The queue as the trainer takes a step of these samples, planned well before: how long they waited, what still waits."""
+    now = time.time()
+    waited = [max(0.0, now - untrained.group(s.group_id).ready_at) for s in samples]
+    window.add("sample/time_in_queue_s", sum(waited), len(waited))
+    window.add("rollout/queue_size", untrained.num_samples - len(samples))
 
 
 def _add_rewards(window: Window, samples: list[Sample], groups: dict[int, ReadyGroup]) -> None:

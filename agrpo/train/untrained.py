@@ -23,6 +23,10 @@ class Untrained:
         return list(self._groups)
 
     @property
+    def num_samples(self) -> int:
+        return sum(map(len, self._samples.values()))
+
+    @property
     def num_tokens(self) -> int:
         """Tokens to train in all of them."""
         return sum(s.num_trained_tokens for samples in self._samples.values() for s in samples)

@@ -4,6 +4,7 @@ import asyncio
 import dataclasses
 import secrets
 import threading
+from types import SimpleNamespace as Bag
 
 import numpy as np
 import pytest
@@ -179,6 +180,23 @@ def test_staleness_zero_leaves_the_gate_open_after_a_step_without_a_sync(tmp_pat
     feeder.trained(step)
     feeder.synced(2)
     wait_until(lambda: not end.credit.gate_closed)
+    feeder.close()
+
+
+def test_the_queue_is_what_waits_behind_a_step_and_counts_until_it_is_taken(tmp_path, monkeypatch):
+    """Four groups of three samples, steps of three, the next of them planned ahead: 9, 6 and 3 samples wait."""
+    now = [100.0]
+    monkeypatch.setattr("agrpo.train.measure.time", Bag(time=lambda: now[0]))
+    feeder = make_feeder(tmp_path, max_staleness=9, ready=[dataclasses.replace(make_group(g, 1), ready_at=90.0) for g in range(4)])
+    wait_until(lambda: feeder._planned.full())
+    waiting, waited = [], []
+    for _ in range(3):
+        now[0] += 5.0
+        feeder.trained(next_step(feeder))
+        record = feeder.take_window().record(1)
+        waiting.append(record["rollout/queue_size"])
+        waited.append(record["sample/time_in_queue_s"])
+    assert waiting == [9, 6, 3] and waited == [15.0, 20.0, 25.0]
     feeder.close()
 
 
