@@ -142,9 +142,10 @@ class Loop:
                 await self._skip(group_id, prompt, len(prompt_ids))
                 continue
             await self._until(lambda: self._places.has_room and not self._num_alone)
-            began = time.monotonic()
+            began, is_held = time.monotonic(), not self.admission.may_start()
             await self._until(lambda: self.admission.may_start() and not self._num_alone)
-            self._window.add("rollout/backpressure_s", time.monotonic() - began, 1)
+            if is_held:  # a prompt that the gate lets through at once is no wait of 0 s (STA-15)
+                self._window.add("rollout/backpressure_s", time.monotonic() - began, 1)
             # Asked at the last moment: what the loop knows of earlier groups is then as new as it can be.
             if self._custom is not None and not self._custom.accepts(prompt, self._num_rows):
                 await self._resolve_unplayed(group_id, "filtered")
