@@ -30,6 +30,11 @@ SHOWN = 300  # characters of a prompt or an observation
 LONG_SCORE_S = 5.0  # a group that takes longer to score may hold generation
 NUM_PROMPTS, MAX_TOKENS = 2, 64  # of the step that is tried
 ANSWERS = ("I do not know.", "The answer is 42.")
+UNSCORED = {  # reason of a ScoreError -> what to do
+    "raised": "mend the function",
+    "timeout": "make the function faster, or raise scorer.timeout",
+    "died": "look for what killed its process: often the memory was used up (dmesg)",
+}
 
 
 def main(part: str, folder: Path) -> int:
@@ -66,14 +71,17 @@ def as_rollout() -> None:
     leave_the_training_world()
 
 
-def first_prompts(config: Config, count: int) -> tuple[Any, list[Any]]:
-    """The rows, and the first prompts in the order of the run."""
+def first_prompts(config: Config, count: int, evaluation: Any = None) -> tuple[Any, list[Any]]:
+    """The rows, and the first prompts in the order of the run, or of an evaluation."""
     from agrpo.data.prompts import prompts_of
     from agrpo.data.rows import gives_prompts
 
-    rows = config.data.open(needs_prompt=not gives_prompts(config))
-    seed = config.run.seed if config.data.seed is None else config.data.seed
-    prompts = prompts_of(rows, config.data.shuffle, seed)
+    source = config.data if evaluation is None else evaluation.data
+    rows = source.open(needs_prompt=not gives_prompts(config))
+    if evaluation is not None:  # it asks in the order of its rows
+        prompts = prompts_of(rows, False, 0)
+    else:
+        prompts = prompts_of(rows, source.shuffle, config.run.seed if source.seed is None else source.seed)
     return rows, [prompts.prompt_of(i) for i in range(count)]
 
 
@@ -84,8 +92,12 @@ def data(config: Config, folder: Path, tell: Tell) -> None:
     from agrpo.model.tokenizer import load_tokenizer
 
     rows, prompts = first_prompts(config, 64)
-    size = f"{len(rows)} rows" if hasattr(rows, "__len__") else "no rows of its own" if rows is None else "a stream"
-    tell(Finding("data", "ok", f"{size}; columns {', '.join(prompts[0].columns) or 'none'} beside the prompt"))
+    tell(_opened("data", rows, prompts))
+    for name, evaluation in config.eval.items():
+        try:
+            tell(_opened(f"data: {name}", *first_prompts(config, 1, evaluation)))
+        except AgrpoError as error:
+            tell(Finding(f"data: {name}", "fail", str(error)))
     tokenizer = load_tokenizer(config.model)
     renderer = Renderer(tokenizer, config.sampler.chat_template_kwargs)
     asked = [p for p in prompts if p.messages]
@@ -95,7 +107,7 @@ def data(config: Config, folder: Path, tell: Tell) -> None:
         lengths = [len(renderer.ids(p.messages)) for p in asked]
         text = renderer.text(asked[0].messages, generation_prompt=True)
         spread = f"{min(lengths)} to {max(lengths)} tokens, mean {sum(lengths) / len(lengths):.0f}, over {len(lengths)} prompts"
-        tell(_room(config, max(lengths), f"{spread}; the first: {_short(text)}"))
+        tell(_room(config, lengths, f"{spread}; the first: {_short(text)}"))
     if renderer.grows(with_users=False) or renderer.grows(with_users=True):
         tell(Finding("template", "ok", "appending messages leaves the tokens before them as they were"))
     else:
@@ -103,35 +115,48 @@ def data(config: Config, folder: Path, tell: Tell) -> None:
         tell(Finding("template", "warn", "appending messages changes tokens before them", fix))
 
 
-def _room(config: Config, longest: int, text: str) -> Finding:
+def _opened(name: str, rows: Any, prompts: list[Any]) -> Finding:
+    size = f"{len(rows)} rows" if hasattr(rows, "__len__") else "no rows of its own" if rows is None else "a stream"
+    return Finding(name, "ok", f"{size}; columns {', '.join(prompts[0].columns) or 'none'} beside the prompt")
+
+
+def _room(config: Config, lengths: list[int], text: str) -> Finding:
     from agrpo.launch.plan import context_length
 
-    context, answer = context_length(config), config.sampler.max_completion_length
+    context, answer, longest = context_length(config), config.sampler.max_completion_length, max(lengths)
     if context is None or longest + answer <= context:
         return Finding("prompt", "ok", text)
     fix = f"raise server.max_model_len to {longest + answer} or more, or lower sampler.max_completion_length"
     found = f"{text}; the longest leaves {max(context - longest, 0)} of the {answer} tokens that an answer may take"
-    return Finding("prompt", "fail" if longest >= context else "warn", found, fix)
+    ends = longest >= context if config.rollout.on_long_prompt == "abort" else min(lengths) >= context
+    return Finding("prompt", "fail" if ends else "warn", found, fix)
 
 
 def rewards(config: Config, folder: Path, tell: Tell) -> None:
     """Every reward function on real rows, in the processes that a run scores in."""
-    as_rollout()
-    if not config.scorer.entries() if hasattr(config.scorer, "entries") else False:
-        tell(Finding("rewards", "skip", "no reward function: an environment, a workflow or a loop gives the reward"))
-        return
-    asyncio.run(_rewards(config, tell))
-
-
-async def _rewards(config: Config, tell: Tell) -> None:
     from agrpo.model.tokenizer import load_tokenizer
+
+    as_rollout()
+    tokenizer = load_tokenizer(config.model)
+    if hasattr(config.scorer, "entries") and not config.scorer.entries():
+        tell(Finding("rewards", "skip", "no reward function: an environment, a workflow or a loop gives the reward"))
+    else:
+        _, prompts = first_prompts(config, NUM_PROMPTS)
+        asyncio.run(_rewards(config.scorer, config.data, prompts, tokenizer, "", tell))
+    for name, evaluation in config.eval.items():
+        if evaluation.scorer is not None:
+            _, prompts = first_prompts(config, 1, evaluation)
+            asyncio.run(_rewards(evaluation.scorer, evaluation.data, prompts, tokenizer, f": {name}", tell))
+
+
+async def _rewards(scoring: Any, source: Any, prompts: list[Any], tokenizer: Any, whose: str, tell: Tell) -> None:
     from agrpo.types import Group
 
-    _, prompts = first_prompts(config, NUM_PROMPTS)
-    tokenizer, began = load_tokenizer(config.model), time.monotonic()
-    scorer = await config.scorer.open(config.data.columns() if hasattr(config.data, "columns") else None)
+    began = time.monotonic()
+    scorer = await scoring.open(source.columns() if hasattr(source, "columns") else None)
     try:
-        tell(Finding("scorer", "ok", f"its workers have imported {', '.join(scorer.names)}", seconds=time.monotonic() - began))
+        told = f"its workers have imported {', '.join(scorer.names)}"
+        tell(Finding(f"scorer{whose}", "ok", told, seconds=time.monotonic() - began))
         for index, prompt in enumerate(prompts):
             rollouts = tuple(_rollout(tokenizer, answer) for answer in ANSWERS)
             began = time.monotonic()
@@ -140,10 +165,11 @@ async def _rewards(config: Config, tell: Tell) -> None:
             except AgrpoError:
                 raise
             except Exception as error:  # a group that cannot be scored is dropped in a run
-                fix = "a run would drop such groups; mend the function, or raise scorer.timeout"
-                tell(Finding("rewards", "fail", f"row {prompt.row_index}: {_short(_told(error))}", fix))
+                todo = UNSCORED.get(getattr(error, "reason", "raised"), UNSCORED["raised"])
+                fix = f"a run would drop such groups; {todo}"
+                tell(Finding(f"rewards{whose}", "fail", f"row {prompt.row_index}: {_short(_told(error))}", fix))
                 continue
-            tell(_scored(prompt, scored, time.monotonic() - began))
+            tell(dataclasses.replace(_scored(prompt, scored, time.monotonic() - began), name=f"rewards{whose}"))
     finally:
         await scorer.close()
 

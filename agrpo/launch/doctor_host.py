@@ -119,9 +119,12 @@ def _memory(config: Config, shape: Shape) -> Finding:
     else:
         wanted = need.peak * config.run.num_processes + (4.0 * shape.num_parameters if plan.is_managed(config) else 0)
         holds, where = free_memory(), "are free here"
+        text += f"; {wanted / GIB:.2f} GiB for all ranks" + (" and the server's weights" if plan.is_managed(config) else "")
     text += f"; {holds / GIB:.1f} GiB {where}"
     if wanted > 0.9 * holds:
-        fix = "more ranks (run.num_processes), an adapter (model=lora), shorter rows (packer.token_budget), or a smaller model"
+        # Ranks that share one memory have, beside their parts of the model, all else several times.
+        ranks = "more ranks (run.num_processes), " if devices else "fewer ranks (run.num_processes), " if config.run.num_processes > 1 else ""
+        fix = f"{ranks}an adapter (model=lora), shorter rows (packer.token_budget), or a smaller model"
         return Finding("memory", "fail", text, fix)
     return Finding("memory", "ok", text)
 

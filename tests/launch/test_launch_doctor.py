@@ -15,6 +15,7 @@ from agrpo.launch import doctor as examining
 from agrpo.launch import doctor_child, doctor_host, plan
 from agrpo.launch.preview import GIB
 from agrpo.launch.processes import free_ports
+from agrpo.scorer.contract import ScoreError
 
 ROOT = Path(__file__).parents[2]
 BROKEN = """
@@ -88,7 +89,8 @@ def test_failures_come_with_their_fix_and_a_part_that_hangs_ends_at_its_limit(tm
     line = BROKEN.splitlines().index('    raise KeyError("answer")') + 1
     said = f": reward function raises raised KeyError: 'answer' ({tmp_path}/broken.py, line {line})"
     assert rows["rewards"]["status"] == "fail" and rows["rewards"]["found"].endswith(said)
-    assert rows["rewards"]["fix"].startswith("a run would drop such groups")
+    assert rows["rewards"]["fix"] == "a run would drop such groups; mend the function"
+    assert rows["data: heldout"]["status"] == "ok" and "rows; columns" in rows["data: heldout"]["found"]
     assert rows["tools"]["found"] == "not through within 30 s; the last it said: asking a service that never answers"
     assert "--limit" in rows["tools"]["fix"] and rows["step"]["status"] == "skip"
 
@@ -161,6 +163,46 @@ def test_room_on_the_disk_by_hand(monkeypatch):
         monkeypatch.setattr(doctor_host.shutil, "disk_usage", lambda path, free=free: Bag(free=free))
         finding = doctor_host._disk(config, shape)
         assert finding.status == status and (status == "ok" or "save_total_limit" in finding.fix)
+
+
+@pytest.mark.parametrize(
+    ("reason", "todo"), [("raised", "mend the function"), ("timeout", "raise scorer.timeout"), ("died", "dmesg"), ("other", "mend")]
+)
+def test_a_group_that_was_not_scored_has_the_fix_of_its_reason(reason, todo):
+    async def score(group):
+        raise ScoreError(reason, "reward function right failed")
+
+    async def close():
+        pass
+
+    async def opened(columns):
+        return Bag(names=["right"], score=score, close=close)
+
+    found = []
+    asyncio.run(
+        doctor_child._rewards(Bag(open=opened), Bag(), [Bag(row_index=7)], lambda text, **_: {"input_ids": [1]}, ": held", found.append)
+    )
+    assert [(f.name, f.status) for f in found] == [("scorer: held", "ok"), ("rewards: held", "fail")]
+    assert todo in found[1].fix and ("scorer.timeout" in found[1].fix) == (reason == "timeout")
+
+
+@pytest.mark.parametrize(
+    ("overrides", "lengths", "status"),
+    [
+        ([], [10, 90], "ok"), ([], [10, 91], "warn"), ([], [10, 120], "warn"), ([], [120, 130], "fail"),
+        (["rollout.on_long_prompt=abort"], [10, 119], "warn"), (["rollout.on_long_prompt=abort"], [10, 120], "fail"),
+    ],
+)  # fmt: skip
+def test_prompts_that_a_run_skips_do_not_end_it(overrides, lengths, status):
+    config = small("server.max_model_len=120", "sampler.max_completion_length=30", "packer.token_budget=null", *overrides)
+    assert doctor_child._room(config, lengths, "").status == status
+
+
+def test_ranks_that_share_a_memory_are_not_told_to_become_more(monkeypatch):
+    monkeypatch.setattr(doctor_host, "free_memory", lambda: 2**20)
+    for num, words in ((1, "an adapter"), (2, "fewer ranks (run.num_processes), an adapter")):
+        finding = doctor_host._memory(small(f"run.num_processes={num}"), doctor_host.shape_of(small().model.path))
+        assert finding.status == "fail" and finding.fix.startswith(words) and "GiB for all ranks and the server's weights" in finding.found
 
 
 def test_a_reward_of_none_for_every_answer_is_a_warning():
