@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-import math
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -20,6 +19,7 @@ from agrpo.launch.server import Server, weight_label
 from agrpo.lifecycle import write_atomic
 from agrpo.metrics.console import Console
 from agrpo.metrics.live import aligned
+from agrpo.metrics.sinks import finite
 
 if TYPE_CHECKING:
     from agrpo.config.runner import Job
@@ -97,8 +97,7 @@ async def _played(
     async def keep(name: str, result: dict[str, float]) -> None:
         if not result:
             raise ServerError(f"evaluation {name}: the weights of {urls[0]} changed meanwhile; evaluate again when no run uses it")
-        # JSON has no NaN, such as the interval of a single prompt's mean.
-        results[name] = {k: v if math.isfinite(v) else None for k, v in result.items() if k != "version"}
+        results[name] = finite({k: v for k, v in result.items() if k != "version"})
 
     async def watch() -> None:
         limit = config.rollout.progress_timeout or float("inf")
@@ -131,7 +130,8 @@ def show(results: dict[str, dict[str, float]], path: Path) -> None:
         passed = [_number(r.get(f"pass_at_{k}")) for k in ks]
         counts = [f"{r[key]:.0f}" for key in ("prompts_count", "rollouts_count", "failed_count")]
         lengths = [f"{r['mean_length']:.1f}", f"{r['clipped_ratio']:.1%}", f"{r['duration_s']:.1f}"]
-        rows.append([name, _number(r["reward"]), f"+-{_number(r['reward_ci95'])}", *passed, *counts, *lengths])
+        spread = _number(r["reward_ci95"])
+        rows.append([name, _number(r["reward"]), spread if spread == "-" else f"+-{spread}", *passed, *counts, *lengths])
     for line in aligned(rows, "l" + "r" * (len(rows[0]) - 1)):
         print(line)
     print(f"written to {path}")

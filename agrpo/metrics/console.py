@@ -21,7 +21,7 @@ from agrpo.metrics.chart import curve
 from agrpo.metrics.completions import completion_table, plain_line
 from agrpo.metrics.live import VERDICTS, Glance, aligned, short_number, sides, token_line
 from agrpo.metrics.output import Unfailing
-from agrpo.metrics.summary import evaluations
+from agrpo.metrics.summary import evaluation_text, evaluations
 
 SHOWN_STEPS = 5  # rows of the live table
 SHORTEST_CURVE, TALLEST_CURVE = 6, 14  # lines
@@ -279,14 +279,7 @@ class Console:
 
 def evaluation_line(name: str, points: Mapping[str, Mapping[str, Any]]) -> str:
     """`heldout  0.52 (version 0) -> 0.94 (version 60)`; one figure while there is only one."""
-
-    def written(point: Mapping[str, Any]) -> str:
-        version = point.get("version")
-        spread = f" +-{point['reward_ci95']:.3f}" if point.get("reward_ci95") is not None else ""
-        return f"{point['reward']:.3f}{spread}" + (f" (version {version:.0f})" if version is not None else "")
-
-    before, after = points["before"], points["after"]
-    return f"{name}  {written(before)}" + (f" -> {written(after)}" if after is not before and after != before else "")
+    return f"{name}  {evaluation_text(points)}"
 
 
 def _evaluated(record: Mapping[str, Any]) -> dict[str, dict[str, Any]]:

@@ -81,6 +81,11 @@ def _sink_class(name: str) -> Any:
     return getattr(importlib.import_module(module), attribute)
 
 
+def finite(record: Record) -> dict[str, Any]:
+    """The record as JSON can hold it, which knows no NaN: null instead."""
+    return {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in record.items()}
+
+
 class Jsonl:
     """One JSON object per line, written at once; values that are not finite are null.
 
@@ -94,8 +99,7 @@ class Jsonl:
         self._pending, self._is_well = b"", True
 
     def write(self, step: int, record: Record) -> None:
-        finite = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in record.items()}
-        self._pending += (json.dumps({"step": step, **finite}) + "\n").encode()
+        self._pending += (json.dumps({"step": step, **finite(record)}) + "\n").encode()
         try:
             while self._pending:
                 self._pending = self._pending[self._file.write(self._pending) :]

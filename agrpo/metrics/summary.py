@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shlex
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +46,18 @@ def summarize(records: Sequence[dict[str, Any]], exit_reason: str) -> dict[str, 
 def evaluations(records: Sequence[dict[str, Any]]) -> dict[str, dict[str, dict[str, Any]]]:
     """Evaluation -> `before` and `after` with reward, version and step: the first and the last that was made."""
     return {name: {"before": points[0], "after": points[-1]} for name, points in evaluation_points(records).items()}
+
+
+def evaluation_text(points: Mapping[str, Mapping[str, Any]]) -> str:
+    """`0.520 +-0.041 (version 1) -> 0.940 +-0.020 (version 60)`; one figure while there is only one."""
+
+    def written(point: Mapping[str, Any]) -> str:
+        version, spread = point.get("version"), point.get("reward_ci95")
+        text = f"{point['reward']:.3f}" + (f" +-{spread:.3f}" if spread is not None else "")
+        return text + (f" (version {version:.0f})" if version is not None else "")
+
+    before, after = points["before"], points["after"]
+    return written(before) + (f" -> {written(after)}" if after != before else "")
 
 
 def evaluation_points(records: Sequence[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:

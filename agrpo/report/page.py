@@ -13,13 +13,14 @@ import yaml
 from agrpo.errors import AgrpoError
 from agrpo.metrics import split
 from agrpo.metrics.findings import Finding, findings
-from agrpo.metrics.summary import evaluations
+from agrpo.metrics.summary import evaluation_text, evaluations
 from agrpo.report.charts import charts, colour_of
 from agrpo.report.run_files import RunFiles, read_runs
 from agrpo.report.samples import samples
 from agrpo.report.timeline import timeline
 
 ROLLOUTS, ROLLOUTS_OF_MANY = 6, 2  # shown of each run
+MOST_COLUMNS = 6  # of a comparison, for keys whose values differ; others are named below it
 # Nothing of a page may be loaded or run, whatever its texts hold.
 POLICY = "default-src 'none'; style-src 'unsafe-inline'; img-src data:; base-uri 'none'; form-action 'none'"
 STYLE = """
@@ -95,7 +96,7 @@ def _one(run: RunFiles, is_one_of_many: bool) -> str:
 
 def _facts(run: RunFiles) -> str:
     steps, history = run.steps, split.History(run.records, run.settings)
-    seconds = history.total("perf/step_s") * history.setting("logger.logging_steps", 1)  # a record has its steps' mean
+    seconds = history.over_steps("perf/step_s")
     facts = {
         "folder": str(run.folder), "ended": run.end, "steps": steps[-1]["step"] if steps else 0,
         "time in steps": f"{seconds:.0f} s", "model": history.setting("model.path"),
@@ -107,16 +108,7 @@ def _facts(run: RunFiles) -> str:
 
 
 def _evaluated(run: RunFiles) -> dict[str, str]:
-    found = {}
-    for name, points in evaluations(run.records).items():
-        before, after = points["before"], points["after"]
-        found[f"evaluation {name}"] = f"{_evaluated_as(before)} -> {_evaluated_as(after)}"
-    return found
-
-
-def _evaluated_as(point: Mapping[str, Any]) -> str:
-    spread = point.get("reward_ci95")
-    return f"{point['reward']:.3f}" + (f" \u00b1 {spread:.3f}" if spread is not None else "")
+    return {f"evaluation {name}": evaluation_text(points) for name, points in evaluations(run.records).items()}
 
 
 def _verdicts(run: RunFiles) -> str:
@@ -142,7 +134,9 @@ def _code(words: str) -> str:
 
 def _comparison(runs: list[RunFiles]) -> str:
     """One row per run: what differs in the configuration, and what came of it."""
-    differing = differences([run.settings for run in runs])
+    keys = differences([run.settings for run in runs])
+    differing, others = keys[:MOST_COLUMNS], keys[MOST_COLUMNS:]
+    more = f"<p>{len(others)} more keys differ: {escape(', '.join(others))}.</p>" if others else ""
     heads = ["run", *differing, "ended", "steps", "reward", "best", "evaluation", "step s", "tokens/s", "waits", "verdicts"]
     rows = []
     for index, run in enumerate(runs):
@@ -160,7 +154,7 @@ def _comparison(runs: list[RunFiles]) -> str:
         name = f'<i style="background:{colour_of(index)}"></i>{escape(run.name)}'
         rows.append(f'<tr><th class="legend">{name}</th>' + "".join(f"<td>{escape(c)}</td>" for c in cells) + "</tr>")
     heading = "".join(f"<th>{escape(h)}</th>" for h in heads)
-    return f"<h2>Compared</h2><table><tr>{heading}</tr>{''.join(rows)}</table>"
+    return f"<h2>Compared</h2><table><tr>{heading}</tr>{''.join(rows)}</table>{more}"
 
 
 # They differ between any two runs and explain nothing.
@@ -173,11 +167,11 @@ _ALWAYS_DIFFERENT = (
 )
 
 
-def differences(trees: list[Mapping[str, Any]], most: int = 6) -> list[str]:
+def differences(trees: list[Mapping[str, Any]]) -> list[str]:
     """Dotted keys whose values are not the same in all trees."""
     flat = [_flat(tree) for tree in trees]
     keys = list(dict.fromkeys(key for one in flat for key in one))
-    return [k for k in keys if k not in _ALWAYS_DIFFERENT and len({str(one.get(k)) for one in flat}) > 1][:most]
+    return [k for k in keys if k not in _ALWAYS_DIFFERENT and len({str(one.get(k)) for one in flat}) > 1]
 
 
 def _flat(tree: Any, prefix: str = "") -> dict[str, Any]:

@@ -20,7 +20,7 @@ from typing import Any
 
 from agrpo import wire
 from agrpo.errors import AgrpoError, StallError
-from agrpo.metrics.sinks import keep_lines
+from agrpo.metrics.sinks import finite, keep_lines
 from agrpo.metrics.window import Window
 from agrpo.train.ranks import END, IDLE, RESEND, Ranks, Work
 
@@ -119,7 +119,7 @@ class EvaluationRecord:
             return
         try:
             with self.path.open("a") as file:
-                file.write(json.dumps(line) + "\n")
+                file.write(json.dumps(finite(line)) + "\n")
         except OSError as error:
             _log.warning("%s was not written: %s", self.path, error)
 

@@ -8,6 +8,8 @@ from pathlib import Path
 
 import psutil
 
+from agrpo.launch.evaluate import show
+
 ROOT = Path(__file__).parents[2]
 MODEL = ROOT / "recipes" / "quickstart" / "model"
 
@@ -51,6 +53,12 @@ def test_an_evaluation_that_scores_nothing_is_a_failure_with_its_reason(tmp_path
     said = "no rollout of evaluation heldout was scored; most often (5 times) scorer_error: reward function asked raised KeyError: 'answer'"
     assert done.returncode == 4 and said in done.stderr.splitlines()[-1], done.stderr
     assert json.loads((run / "evaluation.json").read_text())["evaluations"]["heldout"]["prompts_count"] == 0
+
+
+def test_a_mean_without_an_interval_is_a_dash(capsys):
+    figures = {"reward": 1.0, "reward_ci95": None, "prompts_count": 1, "rollouts_count": 1, "failed_count": 0}
+    show({"one": {**figures, "mean_length": 3.0, "clipped_ratio": 0.0, "duration_s": 1.0}}, Path("evaluation.json"))
+    assert capsys.readouterr().out.splitlines()[1].split() == ["one", "1.0000", "-", "1", "1", "0", "3.0", "0.0%", "1.0"]
 
 
 def test_a_configuration_without_evaluations_is_told_how_to_get_one(tmp_path):

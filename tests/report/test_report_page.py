@@ -254,6 +254,22 @@ def test_a_comparison_draws_waits_and_evaluations_of_each_run(tmp_path):
     assert "Evaluation: " not in page(runs[:1])
 
 
+def test_an_evaluation_has_its_interval_as_the_console_writes_it_and_one_result_is_one(tmp_path):
+    folder = write_run(tmp_path / "run")
+    figures = [{"reward": 0.25, "reward_ci95": 0.04, "version": 1}, {"reward": 0.75, "reward_ci95": 0.03, "version": 9}]
+    for count, text in ((1, "0.250 +-0.040 (version 1)"), (2, "0.250 +-0.040 (version 1) -&gt; 0.750 +-0.030 (version 9)")):
+        lines = [{"step": 8 * i, **{f"eval/heldout/{k}": v for k, v in f.items()}} for i, f in enumerate(figures[:count])]
+        (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+        assert f"<td>{text}</td>" in page(read_runs([folder]))
+
+
+def test_keys_that_have_no_column_in_a_comparison_are_named(tmp_path):
+    runs = [write_run(tmp_path / name, data={f"key{i}": name for i in range(8)}) for name in ("a", "b")]
+    drawn = page(read_runs(runs))
+    assert "<th>data.key5</th>" in drawn and "<th>data.key6</th>" not in drawn
+    assert "<p>2 more keys differ: data.key6, data.key7.</p>" in drawn
+
+
 def test_an_evaluation_that_was_made_again_counts_once(tmp_path):
     folder = write_run(tmp_path / "run")
     lines = [(5, 5, 0.2), (6, 5, 0.4), (9, 8, 0.6)]  # (step of the record, of the weights, reward)

@@ -27,6 +27,14 @@ def test_results_of_steps_that_are_made_again_leave_the_file(tmp_path):
         assert [json.loads(line)["step"] for line in path.read_text().splitlines()] == left
 
 
+def test_a_figure_that_is_no_number_is_null_in_the_file(tmp_path):
+    record = evaluation.EvaluationRecord(lambda message: None)
+    record.open(tmp_path / evaluation.FILE_NAME, 0)
+    record.receive(wire.EvalResult("held", {"reward": 0.5, "reward_ci95": float("nan"), "version": 1}), lambda figures: None)
+    line = json.loads(record.path.read_text(), parse_constant=lambda name: pytest.fail(f"{name} is not JSON"))
+    assert line == {"name": "held", "reward": 0.5, "reward_ci95": None, "version": 1, "step": 0}
+
+
 class Servers:
     """The trainer's side of the servers: what they hold, and whether one was started again."""
 
