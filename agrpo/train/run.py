@@ -328,7 +328,8 @@ class TrainRun:
                 if self.ranks.is_first:
                     self.feeder.synced(self.trainer.version)
             self.evaluations.finish(names, self.progress.step)
-        if self.ranks.is_first and (window := self.feeder.take_window()):
+        # Only these: what a few late rollouts came to would pass for a step's figures.
+        if self.ranks.is_first and (window := self.feeder.take_window().take("eval/")):
             self.recorder.write(window, self.progress.step, {})
 
     def close(self) -> None:
