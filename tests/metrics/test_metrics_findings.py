@@ -243,6 +243,23 @@ def test_an_evaluation_before_the_first_step_does_not_hide_the_start_of_the_run(
     assert History([{"step": 0, "eval/held/reward": 0.5}, *steps], {}).now("perf/rollout_wait_s") == 0.5
 
 
+@pytest.mark.parametrize("num", [2, 3, 4])
+def test_the_start_of_a_short_run_is_no_verdict_on_its_steps(num):
+    assert "generation-bound" not in found(num=num, perf__rollout_wait_s=lambda i: 9.0 if i == 0 else 0.5)
+
+
+def test_a_run_in_which_nothing_was_scored_has_verdicts_too():
+    free = {**SETTINGS, "scorer": {}}
+    nothing = {"reward": None, "eval__held/reward": at_the_ends(0.6, 0.3), "eval__held/reward_ci95": at_the_ends(0.04, 0.04)}
+    assert {"no-signal", "copies", "worse-evaluation"} <= found(settings=free, completions__duplicate_frac=0.9, **nothing).keys()
+
+
+def test_a_limit_that_was_switched_off_warns_of_nothing():
+    never = {**SETTINGS, "run": {**SETTINGS["run"], "parity_warn": None}}
+    assert found(settings=never, parity__engine_gap=0.3)["mismatch"].level == "note"
+    assert found(parity__engine_gap=0.3)["mismatch"].level == "warning"
+
+
 def test_warnings_come_first_and_an_unchanged_verdict_is_no_change():
     levels = [
         f.level
