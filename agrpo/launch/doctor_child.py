@@ -166,8 +166,8 @@ async def _rewards(scoring: Any, source: Any, prompts: list[Any], tokenizer: Any
                 raise
             except Exception as error:  # a group that cannot be scored is dropped in a run
                 todo = UNSCORED.get(getattr(error, "reason", "raised"), UNSCORED["raised"])
-                fix = f"a run would drop such groups; {todo}"
-                tell(Finding(f"rewards{whose}", "fail", f"row {prompt.row_index}: {_short(_told(error))}", fix))
+                lost = "an evaluation would leave such prompts out" if whose else "a run would drop such groups"
+                tell(Finding(f"rewards{whose}", "fail", f"row {prompt.row_index}: {_short(_told(error))}", f"{lost}; {todo}"))
                 continue
             tell(dataclasses.replace(_scored(prompt, scored, time.monotonic() - began), name=f"rewards{whose}"))
     finally:

@@ -123,16 +123,17 @@ async def _played(
 
 
 def show(results: dict[str, dict[str, float]], path: Path) -> None:
-    """Each evaluation as a row; the interval is that of a normal approximation over prompts."""
+    """Each evaluation as a column, so that any number of k stays in 80; the interval is that of a normal approximation."""
     ks = sorted({int(key.removeprefix("pass_at_")) for r in results.values() for key in r if key.startswith("pass_at_")})
-    rows = [["evaluation", "reward", "95 %", *(f"pass@{k}" for k in ks), "prompts", "rollouts", "failed", "tokens", "clipped", "s"]]
+    labels = ["", "reward", "95 %", *(f"pass@{k}" for k in ks), "prompts", "rollouts", "failed", "tokens", "clipped", "seconds"]
+    columns = [labels]
     for name, r in results.items():
         passed = [_number(r.get(f"pass_at_{k}")) for k in ks]
         counts = [f"{r[key]:.0f}" for key in ("prompts_count", "rollouts_count", "failed_count")]
         lengths = [f"{r['mean_length']:.1f}", f"{r['clipped_ratio']:.1%}", f"{r['duration_s']:.1f}"]
         spread = _number(r["reward_ci95"])
-        rows.append([name, _number(r["reward"]), spread if spread == "-" else f"+-{spread}", *passed, *counts, *lengths])
-    for line in aligned(rows, "l" + "r" * (len(rows[0]) - 1)):
+        columns.append([name, _number(r["reward"]), spread if spread == "-" else f"+-{spread}", *passed, *counts, *lengths])
+    for line in aligned(list(zip(*columns, strict=True)), "l" + "r" * len(results)):
         print(line)
     print(f"written to {path}")
 
