@@ -1,5 +1,12 @@
-"""Which files go first: those of whole runs, longest first, so that no worker is left alone with one of them at the end."""
+"""The order of files, and how the processes of runs start."""
 
+import subprocess
+
+import pytest
+
+from tests import warm
+
+# Whole runs, longest first, so that no worker is left alone with one of them at the end.
 LONGEST = (
     "test_run.py", "test_faults.py", "test_kill.py", "test_resume.py", "test_launch_doctor.py", "test_restart.py",
     "test_model_ranks.py", "test_run_lora.py", "test_run_evaluation.py", "test_nodes.py", "test_metrics_run.py",
@@ -12,3 +19,13 @@ def pytest_collection_modifyitems(items):
     """By file and in the order of each file, so that what a module shares is made once."""
     place = {name: index for index, name in enumerate(LONGEST)}
     items.sort(key=lambda item: place.get(item.path.name, len(place)))
+
+
+def pytest_configure():
+    warm.install()
+
+
+@pytest.fixture
+def cold(monkeypatch):
+    """Every process starts as a user's does: a new interpreter that imports everything."""
+    monkeypatch.setattr(subprocess, "Popen", warm.Popen)

@@ -65,7 +65,7 @@ def assert_complete(run: Path, num_steps: int, processes: tuple = ("server", "ro
     return records
 
 
-def test_a_sweep_gives_two_complete_runs(tmp_path):
+def test_a_sweep_gives_two_complete_runs(tmp_path, cold):
     out = tmp_path / "sweep"
     done = agrpo(
         tmp_path, "-m", "+recipe=quickstart", "loss=score_centering,grpo", "run.max_steps=3", f"run.output_dir={out}"
