@@ -36,13 +36,15 @@ LIBRARIES = (
     "transformers.models.auto.modeling_auto", "transformers.optimization", "peft", "tokenizers", "safetensors.torch", "numpy",
     "hydra", "omegaconf", "typer", "aiohttp.web", "msgspec", "rich.console", "pydantic",
 )  # fmt: skip
-MODULES = ("agrpo", "agrpo.train", "agrpo.rollout", "agrpo.serve.embedded", "agrpo.launch.doctor_child")
-LEASH = ["-I", "-S", str(Path(__file__).parents[1] / "agrpo" / "launch" / "leash.py")]
+ROOT = Path(__file__).parents[1]
+LEASH = ["-I", "-S", str(ROOT / "agrpo" / "launch" / "leash.py")]
+OF_A_RUN = ("agrpo.train", "agrpo.rollout", "agrpo.serve.embedded")  # end by themselves, with all that may go wrong then
+STARTING = ("agrpo", str(ROOT / "tests/launch/supervise_scripted.py"))  # start others in turn
 # Variables that may differ from the nursery's: read when they are used, not while one of LIBRARIES is imported.
 FREE = ("AGRPO_", "PYTEST_", "MASTER_", "GLOO_", "XDG_", "PATH", "PYTHONPATH", "PYTHONUNBUFFERED", "TOKENIZERS_PARALLELISM")
 FREE += ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "COLUMNS", "LINES", "TERM", "NO_COLOR", "HYDRA_FULL_ERROR")
 FREE += ("HTTP_PROXY", "http_proxy", "CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "MKL_NUM_THREADS", "OLDPWD", "PWD", "_")
-PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
+PR_SET_CHILD_SUBREAPER = 36
 LONGEST_REQUEST = 1 << 18  # bytes
 _prctl = ctypes.CDLL(None).prctl
 
@@ -58,13 +60,13 @@ class Nursery:
     """The asking end; a process that holds one forks from it by `start`."""
 
     def __init__(self, channel: socket.socket, variables: dict[str, str]):
-        self.channel, self.variables = channel, variables
+        self.channel, self.variables, self.lock = channel, variables, threading.Lock()
 
     @classmethod
     def open(cls) -> Nursery:
         """A new one, whose libraries are imported while this process goes on."""
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[1])}
+        environment = {**os.environ, "PYTHONPATH": str(ROOT)}
         with theirs:
             command = [sys.executable, "-m", "tests.warm", str(theirs.fileno())]
             subprocess.Popen(command, pass_fds=[theirs.fileno()], env=environment, stdin=subprocess.DEVNULL)
@@ -77,18 +79,17 @@ class Nursery:
     def start(self, command: list[str], variables: dict[str, str], cwd: str, files: list[int], new_session: bool) -> int:
         """Pid of the new process, a child of this one as any other."""
         request = {"command": command, "environment": variables, "cwd": cwd, "new_session": new_session, "parent": os.getpid()}
-        _prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
-        try:
-            socket.send_fds(self.channel, [json.dumps(request).encode()], files)
-            answer = self.channel.recv(64)
-            if not answer:
-                raise RuntimeError("the nursery has ended; its error stands above")
-            return int(answer)
-        finally:
-            _prctl(PR_SET_CHILD_SUBREAPER, 0, 0, 0, 0)
+        with self.lock:
+            _prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+            try:
+                socket.send_fds(self.channel, [json.dumps(request).encode()], files)
+                return int(self.channel.recv(64))
+            finally:
+                _prctl(PR_SET_CHILD_SUBREAPER, 0, 0, 0, 0)
 
 
 nursery: Nursery | None = None  # this process's own
+opening = threading.RLock()
 is_leash = False
 
 
@@ -104,7 +105,7 @@ class WarmPopen(Popen):
         variables = dict(os.environ if env is None else env)
         plain = not (executable or shell or pass_fds) and process_group == -1 and isinstance(args, list | tuple)
         words = [str(word) for word in args] if plain else []
-        if is_leash and words[:2] == [sys.executable, "-m"] and words[2] in MODULES:
+        if is_leash and words[:1] == [sys.executable] and _is_known(words[1:]):
             self.pid = self._fork(words, preexec_fn)
         elif plain and preexec_fn is None and _can_be_forked(words) and (home := _home()).fits(variables):
             self.pid = home.start(words[1:], variables, str(cwd or os.getcwd()), files, bool(start_new_session))
@@ -132,16 +133,24 @@ class WarmPopen(Popen):
 def _can_be_forked(words: list[str]) -> bool:
     if words[:1] != [sys.executable]:
         return False
-    if words[1:2] == ["-m"]:
-        return words[2] in MODULES
-    return words[1:4] == LEASH and words[4:6] == [sys.executable, "-m"] and words[6] in MODULES
+    if words[1:4] == LEASH:
+        return words[4:5] == [sys.executable] and _is_known(words[5:])
+    return _is_known(words[1:])
+
+
+def _is_known(command: list[str]) -> bool:
+    """Whether it is code of agrpo or of its tests that is worth a fork: a reward's worker imports next to nothing."""
+    if command[:1] == ["-m"]:
+        return command[1] in (*OF_A_RUN, *STARTING, "agrpo.launch.doctor_child") or command[1].startswith("tests.")
+    return bool(command) and command[0].startswith(str(ROOT / "tests")) and command[0].endswith(".py")
 
 
 def _home() -> Nursery:
     global nursery
-    if nursery is None:
-        nursery = Nursery.open()
-    return nursery
+    with opening:
+        if nursery is None:
+            nursery = Nursery.open()
+        return nursery
 
 
 def install() -> None:
@@ -150,8 +159,7 @@ def install() -> None:
 
 
 def serve(channel: socket.socket) -> list[str]:
-    """The nursery's loop; returns in each new process, with the words after `python` that it was asked for."""
-    _prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    """The nursery's loop until nobody can ask any more; returns in each new process, with the words after `python`."""
     while True:
         data, files, _, _ = socket.recv_fds(channel, LONGEST_REQUEST, 3)
         if not data:
@@ -210,26 +218,26 @@ def turn_into(command: list[str]) -> None:
     paths = [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path]
     sys.path[:] = [os.getcwd(), *paths, *installed]
     importlib.invalidate_caches()
-    nursery = None
-    if command[:3] == LEASH:
-        is_leash = True
+    nursery, is_leash = None, command[:3] == LEASH
+    if is_leash:
+        command = command[2:]
+    is_module = command[0] == "-m"
+    name = command[is_module]
+    if not is_module:
+        sys.path[0] = str(Path(name).parent)
+    if name in STARTING:
+        nursery = _branch()
+    if is_leash or nursery is not None:
         install()
-        sys.argv = command[2:]
-        try:
-            runpy.run_path(command[2], run_name="__main__")
-        except SystemExit as end:
-            _leave(end.code)
-    module = command[1]
-    is_leash = False
-    sys.argv = ["", *command[2:]]
-    if module != "agrpo":
-        runpy.run_module(module, run_name="__main__", alter_sys=True)
-        return
-    nursery = _branch()
-    install()
+    sys.argv = [name, *command[1 + is_module :]]
     try:
-        runpy.run_module(module, run_name="__main__", alter_sys=True)
+        if is_module:
+            runpy.run_module(name, run_name="__main__", alter_sys=True)
+        else:
+            runpy.run_path(name, run_name="__main__")
     except SystemExit as end:
+        if name in OF_A_RUN:
+            raise
         _leave(end.code)
 
 
@@ -270,7 +278,7 @@ if __name__ == "__main__":
     gc.collect()
     gc.freeze()
     gc.enable()
-    installed = [path for path in sys.path[1:] if path != str(Path(__file__).parents[1])]
+    installed = [path for path in sys.path[1:] if path != str(ROOT)]
     command = serve(socket.socket(fileno=int(sys.argv[1])))
     while True:
         try:
