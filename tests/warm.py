@@ -16,6 +16,7 @@ import contextlib
 import ctypes
 import gc
 import importlib
+import io
 import json
 import os
 import runpy
@@ -200,12 +201,17 @@ def as_new_interpreter() -> None:
                 signal.signal(number, signal.SIG_DFL)
     if signal.getsignal(signal.SIGINT) == signal.SIG_DFL:
         signal.signal(signal.SIGINT, signal.default_int_handler)
-    through = bool(os.environ.get("PYTHONUNBUFFERED"))
     kept.append((sys.stdin, sys.stdout, sys.stderr))  # not closed: their numbers are in use again
     sys.stdin = sys.__stdin__ = open(0, closefd=False)
-    sys.stdout = sys.__stdout__ = open(1, "w", buffering=1 if os.isatty(1) else -1, closefd=False)
-    sys.stderr = sys.__stderr__ = open(2, "w", buffering=1, closefd=False, errors="backslashreplace")
-    sys.stdout.reconfigure(write_through=through)
+    sys.stdout = sys.__stdout__ = _output(1, "strict")
+    sys.stderr = sys.__stderr__ = _output(2, "backslashreplace")
+
+
+def _output(number: int, errors: str) -> io.TextIOWrapper:
+    at_once = bool(os.environ.get("PYTHONUNBUFFERED"))
+    file = open(number, "wb", buffering=0 if at_once else -1, closefd=False)
+    by_line = number == 2 or os.isatty(number)
+    return io.TextIOWrapper(file, errors=errors, line_buffering=by_line, write_through=at_once)
 
 
 kept: list = []

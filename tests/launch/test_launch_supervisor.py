@@ -52,10 +52,12 @@ class Run:
         raise AssertionError(f"{name} never reached {phase}")
 
     def await_line(self, pattern: str) -> None:
-        """Read on until a line of the console matches; steps are printed all the time, so this never waits for long."""
+        """Read on until a line of the console matches; steps are printed all the time, so no line is long in coming."""
+        deadline = time.monotonic() + 60
         for line in self.popen.stdout:
             if re.search(pattern, line):
                 return
+            assert time.monotonic() < deadline, f"no line matched {pattern!r} for a minute"
         raise AssertionError(f"the run ended without {pattern!r}: {self.popen.stderr.read()}")
 
     def await_all(self) -> dict[str, int]:

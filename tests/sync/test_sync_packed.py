@@ -70,7 +70,7 @@ def test_from_the_start_on_a_failure_leaves_the_server_paused(step, make_server)
     server = make_server(RECEIVER)
     server.fail_at = step
     with pytest.raises(ServerError, match=f"{step} answered 500: told to fail; .*stays paused"):
-        open_packed([server]).send(iter(make_tensors().items()), 3, no_barrier)
+        open_packed([server], timeout_s=6.0).send(iter(make_tensors().items()), 3, no_barrier)
     assert server.is_paused
 
 

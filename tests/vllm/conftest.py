@@ -36,6 +36,8 @@ ENVIRONMENT = {
 # A later flag wins over an earlier one, so `arguments` of a test may repeat any of these.
 ARGUMENTS = ("--enforce-eager", "--dtype", "float32", "--max-model-len", "512", "--seed", "42")
 ARGUMENTS += ("--logprobs-mode", "processed_logprobs", "--enable-scale-out")
+# Arguments and environment of a server for adapters of three versions at once.
+ADAPTERS = (("--enable-lora", "--max-lora-rank", "8", "--max-loras", "3"), {"VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1"})
 
 
 @dataclass(slots=True)

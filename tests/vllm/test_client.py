@@ -12,7 +12,7 @@ from agrpo.errors import RolloutFailure
 from agrpo.metrics.window import Window
 from agrpo.sampler.client import TEXT_PATH
 from agrpo.sampler.vllm import Vllm
-from tests.vllm.conftest import BOTH
+from tests.vllm.conftest import ADAPTERS, BOTH
 
 PROMPT = np.array([5, 9, 4, 11, 7], np.int32)
 
@@ -21,7 +21,7 @@ PROMPT = np.array([5, 9, 4, 11, 7], np.int32)
 def server(request, tiny_model):
     if request.param == "embedded":
         return request.getfixturevalue("embedded_server")(tiny_model)
-    return request.getfixturevalue("vllm_server")()
+    return request.getfixturevalue("vllm_server")(None, *ADAPTERS)  # the start takes longer than the tests of both files
 
 
 @pytest.fixture(scope="module")

@@ -18,19 +18,18 @@ from agrpo.sync.adapter import FOLDER, AdapterNames, AdapterSession, choose
 from agrpo.sync.control import ServerControl
 from agrpo.sync.proof import Proof
 from agrpo.train.proof import prove
+from tests.vllm.conftest import ADAPTERS
 
 pytestmark = pytest.mark.vllm
 
 STALENESS = 1
-ARGUMENTS = ("--enable-lora", "--max-lora-rank", "8", "--max-loras", str(STALENESS + 2))
-ENVIRONMENT = {"VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1"}
 LORA = Lora(enabled=True, r=3, alpha=6.0)
 PROMPT = [7, 11, 13]
 
 
 @pytest.fixture(scope="module")
 def server(vllm_server):
-    return vllm_server(None, ARGUMENTS, ENVIRONMENT)
+    return vllm_server(None, *ADAPTERS)
 
 
 @pytest.fixture(scope="module")
