@@ -12,7 +12,7 @@ import torch.distributed as dist
 from agrpo.sync.libnccl import UNIQUE_ID_BYTES
 from agrpo.sync.nccl_wire import PackedReceiver
 
-TIMEOUT = timedelta(seconds=20)
+TIMEOUT = timedelta(seconds=8)  # how long a broadcast that nobody receives lasts
 _stores: dict[bytes, dist.Store] = {}  # of rank 0, which makes the id before it joins
 
 

@@ -93,6 +93,8 @@ class RolloutEnd:
                 await self.link.send_resolved(77, "filtered")
                 await self.link.send_loop_state(b"mine")
                 await self.link.send_resolved(78, "filtered")
+            elif isinstance(message, wire.Finish):
+                await self.link.close()
 
     def send(self, *groups):
         for group in groups:
