@@ -65,7 +65,7 @@ def assert_complete(run: Path, num_steps: int, processes: tuple = ("server", "ro
     return records
 
 
-def test_a_sweep_gives_two_complete_runs(tmp_path, cold):
+def test_a_sweep_gives_two_complete_runs(tmp_path):
     out = tmp_path / "sweep"
     done = agrpo(
         tmp_path, "-m", "+recipe=quickstart", "loss=score_centering,grpo", "run.max_steps=3", f"run.output_dir={out}"
@@ -117,7 +117,7 @@ def test_the_deepmath_recipe_on_stand_ins_and_the_complete_run_resumed(tmp_path)
     assert json.loads((run / "summary.json").read_text())["global_step"] == 2
 
 
-def test_an_epoch_ends_when_every_prompt_is_resolved_and_disk_sync_carries_the_weights(tmp_path):
+def test_an_epoch_ends_when_every_prompt_is_resolved_and_disk_sync_carries_the_weights(tmp_path, cold):
     model, data = tiny_qwen3(tmp_path / "model"), tiny_dataset(tmp_path / "data.jsonl", num_rows=11)
     (tmp_path / "odd.py").write_text("def odd(completion_ids, **columns):\n    return [float(sum(i) % 2) for i in completion_ids]\n")
     run = tmp_path / "run"

@@ -25,7 +25,7 @@ PLAIN = dict(path="-", precision="no", gradient_checkpointing=False)
 CASES = {
     "plain": (Model(**PLAIN), 1999, {}),
     "checkpointed": (Model(path="-", precision="no", gradient_checkpointing=True), 2999, {}),
-    "bf16": (Model(path="-", precision="bf16", gradient_checkpointing=False), 1499, {}),
+    "bf16": (Model(path="-", precision="bf16", gradient_checkpointing=False), 799, {}),
     "adapter": (Model(**PLAIN, lora=Lora(enabled=True, r=8)), 1999, {}),
     "experts": (Model(**PLAIN), 1499, EXPERTS),
 }
