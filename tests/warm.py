@@ -47,7 +47,7 @@ FREE += ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "COLUMNS", "LIN
 FREE += ("HTTP_PROXY", "http_proxy", "CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "MKL_NUM_THREADS", "OLDPWD", "PWD", "_")
 PR_SET_CHILD_SUBREAPER = 36
 LONGEST_REQUEST = 1 << 18  # bytes
-_prctl = ctypes.CDLL(None).prctl
+_prctl = getattr(ctypes.CDLL(None), "prctl", None)  # of Linux
 
 
 class _Become(BaseException):
