@@ -3,6 +3,7 @@
 import asyncio
 import secrets
 import socket
+import struct
 import threading
 
 import numpy as np
@@ -133,6 +134,28 @@ def test_a_stranger_is_refused_and_the_true_rollout_process_still_gets_in():
         threading.Event().wait(0.05)
     assert received == [wire.Resolved(1, "skipped")]
     assert "closed the connection" in str(listener.error)  # the trainer learns at once that the rollout process is gone
+    listener.close()
+
+
+@pytest.mark.parametrize("ends", ["resets", "closes"])
+def test_a_rollout_process_that_ends_under_messages_is_told_as_such(ends):
+    """What ends by it is a consequence, whichever thread meets it first and whatever the system calls it."""
+    listener = listen([])
+
+    async def rollout():
+        link = await wire.connect("127.0.0.1", listener.port, KEY)
+        if ends == "resets":
+            linger = struct.pack("ii", 1, 0)
+            link._writer.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, linger)
+        await link.close()
+
+    asyncio.run(rollout())
+    assert listener.connected.wait(10)
+    for _ in range(100):
+        listener.send(wire.VersionUpdate(5))
+        threading.Event().wait(0.01)
+    assert isinstance(listener.error, wire.WireError) and listener.error.is_consequence
+    assert "the rollout process closed the connection" in str(listener.error)
     listener.close()
 
 

@@ -12,6 +12,8 @@ from typing import Any
 
 from agrpo.wire.codec import HANDSHAKE_S, LENGTHS, Message, Start, WireError, check_sizes, decode, encode, proof
 
+CLOSED = "the rollout process closed the connection"
+
 
 class Listener:
     """Trainer rank 0's end: one authenticated connection, a thread that reads, `on_message` called in that thread."""
@@ -93,9 +95,12 @@ class Listener:
         data = bytearray(size)
         view, at = memoryview(data), 0
         while at < size:
-            count = self._peer.recv_into(view[at:])
+            try:
+                count = self._peer.recv_into(view[at:])
+            except OSError as error:
+                raise WireError(f"{CLOSED}: {error.strerror}") from error
             if count == 0:
-                raise WireError("the rollout process closed the connection")
+                raise WireError(CLOSED)
             at += count
         return data
 
@@ -105,6 +110,6 @@ class Listener:
                 for buffer in buffers:
                     self._peer.sendall(buffer)
             except OSError as error:
-                if not self._closing:
-                    self.error = error
+                if not self._closing and self.error is None:  # the reading thread may know more
+                    self.error = WireError(f"{CLOSED}: {error.strerror}")
                 return
