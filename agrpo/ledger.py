@@ -11,6 +11,7 @@ from __future__ import annotations
 import bisect
 import collections
 import json
+import os
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -72,7 +73,7 @@ class Ledger:
         self.untrained_in_a_row = 0  # groups resolved without training since the last trained one (RUN-7)
         self.unready_in_a_row = 0  # groups that brought no sample since the last one that did
         path.parent.mkdir(parents=True, exist_ok=True)
-        self._num_lines = len(path.read_bytes().splitlines()) if path.exists() else 0
+        self._num_lines = _whole_lines(path)
         self._file = path.open("a", buffering=1)
 
     def start(self, run_id: str, state: dict[str, Any] | None) -> None:
@@ -132,6 +133,14 @@ class Ledger:
     def _write(self, **event: Any) -> None:
         self._file.write(json.dumps(event) + "\n")
         self._num_lines += 1
+
+
+def _whole_lines(path: Path) -> int:
+    """How many lines the file has, without half a line at its end, which a full disk leaves and which goes."""
+    text = path.read_bytes() if path.exists() else b""
+    if (end := text.rfind(b"\n") + 1) < len(text):
+        os.truncate(path, end)
+    return text.count(b"\n")
 
 
 def replay(path: Path) -> dict[int, dict[str, Any]]:

@@ -57,6 +57,22 @@ def test_a_fresh_start_in_a_used_folder_voids_everything(tmp_path):
     assert replay(path) == {}
 
 
+def test_half_a_line_that_a_full_disk_left_is_no_line(tmp_path):
+    path = tmp_path / "ledger.jsonl"
+    ledger = Ledger(path)
+    ledger.start("first", None)
+    ledger.trained(0, 3, step=1)
+    state = ledger.state()
+    ledger.close()
+    with path.open("a") as file:
+        file.write('{"event": "rea')
+    resumed = Ledger(path)
+    resumed.start("second", state)
+    resumed.ready(1, 5)
+    assert resumed.state()["num_lines"] == 4
+    assert {group: (e["ready"], e["trained"]) for group, e in replay(path).items()} == {0: (0, 3), 1: (5, 0)}
+
+
 def test_an_epoch_without_a_group_to_train_is_hopeless_also_beside_samples_that_wait_for_their_step(tmp_path):
     ledger = Ledger(tmp_path / "ledger.jsonl")
     ledger.start("run", None)
