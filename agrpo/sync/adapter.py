@@ -175,8 +175,9 @@ class AdapterSession:
         if self.rank == 0:
             try:
                 is_current = self._publish(held, version)
-            except (AgrpoError, OSError) as error:
-                failure = f"adapter sync of version {version} failed: {error}; the server goes on with those it has"
+            except Exception as error:  # a full disk is an error of the library that writes, and no rank may wait for this one
+                cause = str(error) if isinstance(error, AgrpoError | OSError) else f"{type(error).__name__}: {error}"
+                failure = f"adapter sync of version {version} failed: {cause}; the server goes on with those it has"
         failure, self._is_current = of_rank_0((failure, is_current), self.world_size)
         if failure is not None:
             raise ServerError(failure)

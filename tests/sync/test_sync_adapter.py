@@ -13,6 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from agrpo.errors import ConfigError, ServerError
 from agrpo.model.adapter import adapter_config, write_adapter
@@ -172,6 +173,15 @@ def test_a_folder_that_the_server_cannot_read_is_named(server, trained, tmp_path
         session.send(adapter_tensors(model), 1, lambda: None)
     assert caught.value.exit_code == 4
     assert not server.service.engine.is_paused and adapters_at(server.url) == []
+
+
+def test_an_adapter_that_cannot_be_written_fails_the_sync_on_all_ranks(server, trained, tmp_path):
+    """The library that writes it has errors of its own, also where the disk is full."""
+    _, model = trained
+    session = opened(model, [server.url], tmp_path)
+    session.write = lambda folder, tensors: save_file(tensors, folder / "nowhere" / "adapter_model.safetensors")
+    with pytest.raises(ServerError, match=r"adapter sync of version 1 failed: SafetensorError.*goes on with those it has"):
+        session.send(adapter_tensors(model), 1, lambda: None)
 
 
 LORA = Lora(enabled=True, r=8)
