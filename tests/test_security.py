@@ -201,6 +201,7 @@ def test_the_plan_shows_no_secret(tmp_path):
     settings, _ = configuration(tmp_path)
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), str(ROOT)])}
     arguments = [*settings, "rollout.workflow=flow.Flow", f"+rollout.workflow_kwargs={{api_key: {SECRET}}}", "loss=grpo"]
+    arguments += ["checkpoint.hub.push=end", "checkpoint.hub.model_id=me/mine", f"checkpoint.hub.token={SECRET}"]
     done = subprocess.run(
         [sys.executable, "-m", "agrpo", "train", *arguments, "--dry-run"],
         env={**environment, "HF_TOKEN": SECRET + "x"}, cwd=tmp_path, text=True, capture_output=True, timeout=120,

@@ -7,7 +7,7 @@ import shlex
 from pathlib import Path
 from typing import Any
 
-from agrpo.config import Config
+from agrpo.config import Config, secrets
 from agrpo.config.checkpoint_folder import start_of
 from agrpo.config.model_folder import read_config
 from agrpo.config.model_shape import Shape, shape_of
@@ -74,8 +74,10 @@ def _processes(config: Config) -> list[str]:
 
 
 def _shown(launch: Launch) -> list[str]:
-    variables = " ".join(f"{k}={shlex.quote(v)}" for k, v in launch.environment.items())
-    return [f"{launch.name:<9} on {launch.devices}", f"          {variables} {shlex.join(launch.argv)}".rstrip()]
+    command: dict[str, Any] = {"variables": dict(launch.environment), "words": list(launch.argv)}
+    secrets.hide(command)  # a plan is shown to others
+    variables = " ".join(f"{k}={shlex.quote(v)}" for k, v in command["variables"].items())
+    return [f"{launch.name:<9} on {launch.devices}", f"          {variables} {shlex.join(command['words'])}".rstrip()]
 
 
 def _step(config: Config) -> list[str]:
