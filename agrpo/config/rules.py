@@ -65,7 +65,10 @@ def warnings(config: Config) -> list[str]:
     if config.model.lora.enabled and config.model.lora.dropout > 0:
         lines.append("model.lora.dropout > 0: trainer and server compute different log-probabilities")
     run_dir = Path(config.run.output_dir)
-    if config.run.resume == "auto" and checkpoint_folder.resumed("auto", run_dir) is None:
+    start = checkpoint_folder.resumed(config.run.resume, run_dir)
+    if start is not None and getattr(config.data, "streaming", False):  # RES-6
+        lines.append("run.resume: a stream (data.streaming=true) has no position, so its prompts begin again with the first one")
+    if config.run.resume == "auto" and start is None:
         lines.append(
             f"run.resume=auto found no checkpoint in {run_dir / 'checkpoints'}, so the run starts from step 0; if it should "
             "continue one, set run.output_dir to that run's folder"

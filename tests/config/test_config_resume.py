@@ -54,3 +54,11 @@ def test_where_a_run_starts_is_said_and_an_empty_auto_is_warned_of(tmp_path):
     _checkpoint(tmp_path / "checkpoints" / "step-000013")
     _checkpoint(tmp_path / "checkpoints" / "step-000017", can_be_resumed=False)
     assert told("run.resume=auto") == (f"step 13 ({tmp_path}/checkpoints/step-000013)", [])
+
+
+def test_a_stream_that_is_resumed_is_said_to_begin_again(tmp_path):
+    (tmp_path / "rows.jsonl").write_text('{"prompt": [{"role": "user", "content": "2 + 3"}], "solution": "5"}\n')
+    _checkpoint(tmp_path / "run" / "checkpoints" / "step-000013")
+    data = ("data=hub", f"data.path={tmp_path}/rows.jsonl", "run.max_steps=17", f"run.output_dir={tmp_path}/run", "run.resume=auto")
+    told = [check(compose([*SMALL, *data, f"data.streaming={on}"]), Devices())[1] for on in ("true", "false")]
+    assert told == [["run.resume: a stream (data.streaming=true) has no position, so its prompts begin again with the first one"], []]
