@@ -17,6 +17,7 @@ import numpy as np
 
 from agrpo.advantage import Scores
 from agrpo.env.stitch import stitch
+from agrpo.env.threads import Threads
 from agrpo.errors import AgrpoError, ContractError
 from agrpo.rollout import report
 from agrpo.rollout.completions import CompletionLog
@@ -76,6 +77,7 @@ class Judge:
         self.num_waiting = 0  # groups in the score queue
         self.num_scoring = 0
         self._unscored = unscored if unscored is not None else Unscored()
+        self._threads = Threads()  # for `accept`
 
     async def ready(self, group: Group, places: Places) -> ReadyGroup:
         judged = _Judged(group)
@@ -192,7 +194,7 @@ class Judge:
     async def _check_accepted(self, group: Group) -> None:
         if self._accept is None:
             return
-        accepted = await asyncio.to_thread(self._is_accepted, group)
+        accepted = await self._threads.run(self._is_accepted, group)
         self._window.add("group/accepted_count" if accepted else "group/rejected_count", 1)
         if not accepted:
             raise Dropped("rejected")

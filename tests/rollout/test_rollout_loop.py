@@ -1,6 +1,8 @@
 """The producing loop, from prompts to what the trainer is sent."""
 
 import asyncio
+import threading
+import time
 
 import numpy as np
 import pytest
@@ -190,6 +192,17 @@ def test_a_filter_drops_groups_and_must_not_raise(url, tmp_path):
     assert trainer.window.get("group/rejected_count") == len(trainer.resolved)
     with pytest.raises(ContractError, match="accept_fn raised ZeroDivisionError"):
         produce(url, tmp_path, done(6), accept=lambda group: 1 / 0)
+
+
+def test_a_filter_that_never_returns_does_not_keep_the_process_from_saying_so(url, tmp_path):
+    """The event loop waits for its own threads as it closes, before the process can leave its reason."""
+    release = threading.Event()
+    start = wire.Start(0, 1, [], [], 0, 0, G * RAW)
+    began = time.monotonic()
+    with pytest.raises(StallError):
+        produce(url, tmp_path, done(1), start=start, progress_timeout=0.5, accept=lambda group: release.wait(20))
+    assert time.monotonic() - began < 15
+    release.set()
 
 
 def test_a_run_without_progress_ends_with_what_it_waited_for(url, tmp_path):
