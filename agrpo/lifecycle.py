@@ -29,6 +29,7 @@ from typing import TextIO
 from agrpo.errors import AgrpoError, ServerError
 
 WIRE_PORT, EXPORTED = "wire.port", "exported.step"  # files in state/
+END_S = 10.0  # from the last word of a process to its end
 FAILURE = "failure.txt"  # in the run's folder: why it failed, as it was printed
 # The disk is full, the quota is used up, the file may not grow: nothing that trying again would change.
 NO_SPACE = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
@@ -181,11 +182,20 @@ def die_with_parent() -> None:
 
 
 def run_process(name: str, run_dir: Path, main: Callable[[Path, Life], None]) -> int:
-    """Run the body of one child process; every ending leaves its exit code and reason on disk. Returns the exit code."""
+    """Run the body of one child process; every ending leaves its exit code and reason on disk. Returns the exit code, with
+    which the process ends in any case: what libraries have left running, an upload for example, is given END_S seconds."""
     try:
-        return _run(name, run_dir, main)
+        code = _run(name, run_dir, main)
     finally:
         gc.freeze()  # the interpreter's end looks through everything otherwise, for a second and more with PyTorch
+    threading.Thread(target=_end, args=(name, code), name="end", daemon=True).start()
+    return code
+
+
+def _end(name: str, code: int) -> None:
+    time.sleep(END_S)
+    _say(f"{name}: something was still running {END_S:g} s after the end; it was ended")
+    os._exit(code)
 
 
 def _run(name: str, run_dir: Path, main: Callable[[Path, Life], None]) -> int:

@@ -1,7 +1,8 @@
 """A loopback HTTP server that takes uploads as a Hugging Face hub does: repositories, and commits of small files.
 
 `commits` holds (repository, summary, {path: bytes}) of each commit; `refuses` makes it answer 403,
-`refuses_commit` where the summary of a commit ends with it.
+`refuses_commit` where the summary of a commit ends with it. Where `stalls`, every file goes to its store for large ones,
+which sets `is_storing` and answers nothing before `close`.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ class Hub:
     def __init__(self):
         self.repositories, self.commits, self.tokens = {}, [], []
         self.refuses, self.refuses_commit = False, None
+        self.stalls, self.is_storing, self.is_closed = False, threading.Event(), threading.Event()
         hub = self
 
         class Handler(BaseHTTPRequestHandler):
@@ -31,6 +33,10 @@ class Hub:
             def do_POST(self):
                 hub.tokens.append(self.headers.get("Authorization"))
                 self.handle_any(self.rfile.read(int(self.headers.get("Content-Length") or 0)))
+
+            def do_PUT(self):
+                hub.is_storing.set()
+                hub.is_closed.wait(120)
 
             def handle_any(self, body):
                 status, answer = (403, {"error": "no right to write"}) if hub.refuses else hub.answer(self.path, body, self.url())
@@ -55,8 +61,11 @@ class Hub:
             self.repositories[name] = asked
             return 200, {"url": f"{url}/{name}", "name": name}
         if match := re.fullmatch(r"/api/models/([\w.-]+/[\w.-]+)/preupload/([\w.%-]+)", path):
-            files = json.loads(body)["files"]
-            return 200, {"files": [{"path": f["path"], "uploadMode": "regular", "shouldIgnore": False} for f in files]}
+            files, mode = json.loads(body)["files"], "lfs" if self.stalls else "regular"
+            return 200, {"files": [{"path": f["path"], "uploadMode": mode, "shouldIgnore": False} for f in files]}
+        if path.endswith("/info/lfs/objects/batch"):
+            objects = [{**o, "actions": {"upload": {"href": f"{url}/store/{o['oid']}"}}} for o in json.loads(body)["objects"]]
+            return 200, {"transfer": "basic", "objects": objects}
         if match := re.fullmatch(r"/api/models/([\w.-]+/[\w.-]+)/commit/([\w.%-]+)(\?.*)?", path):
             lines = [json.loads(line) for line in body.splitlines() if line]
             header = next(line["value"] for line in lines if line["key"] == "header")
@@ -70,5 +79,6 @@ class Hub:
         return 404, {"error": path}
 
     def close(self):
+        self.is_closed.set()
         self.server.shutdown()
         self.server.server_close()

@@ -22,13 +22,14 @@ MOST_FILES = 1 << 16  # connections and files that a process may have open, wher
 
 
 def main(command: list[str]) -> None:
-    supervisor, started = os.getppid(), []
+    supervisor, started, asked = os.getppid(), [], []
 
     def look(number: int = 0, frame: object = None) -> None:
         if os.getppid() != supervisor:
             os.killpg(0, signal.SIGKILL)
 
     def pass_on(number: int, frame: object) -> None:
+        asked.append(number)
         for process in started:
             process.send_signal(signal.SIGTERM)
 
@@ -37,6 +38,8 @@ def main(command: list[str]) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.setitimer(signal.ITIMER_REAL, LOOK_S, LOOK_S)
     started.append(subprocess.Popen(command, preexec_fn=before_command))
+    if asked:  # before there was a process to pass it on to
+        started[0].send_signal(signal.SIGTERM)
     code = started[0].wait()
     signal.setitimer(signal.ITIMER_REAL, 0)
     look()

@@ -57,11 +57,13 @@ def _lock(run_dir: Path) -> IO[str]:
     lock = (run_dir / "state" / "lock").open("w")
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
+    except BlockingIOError:
         lock.close()
         raise ConfigError(
             f"run.output_dir: another run is active in {run_dir}; stop it, or choose another folder"
         ) from None
+    except OSError:  # a file system that knows no locks, as Lustre may be mounted
+        pass
     return lock
 
 

@@ -159,7 +159,8 @@ class Supervisor:
         """Return when every trainer rank ended well."""
         phases: dict[str, str] = {}
         while any(t.code is None for t in self.trainers):
-            self.server.look(lambda: self.children)
+            if self.signal is None:  # it may have reached the server too, which nobody needs for what follows
+                self.server.look(lambda: self.children)
             self._raise_if_dead()
             self._watchdog.look(self.trainers, self.rollout, self.children)
             self._forward_signal()
@@ -193,6 +194,8 @@ class Supervisor:
         time.sleep(0.2)
         while (dead := self._dead()) and all(map(diagnosis.is_consequence, dead)) and time.monotonic() < deadline:
             time.sleep(0.1)
+        if not dead:  # a signal that has come meanwhile explains them
+            return
         first = diagnosis.cause(dead)
         history = self.server.history if first is self.server.child else ""
         raise diagnosis.died(first, self.children, history)
@@ -201,12 +204,15 @@ class Supervisor:
         return [child for child in self.children if not self._ended_well(child)]
 
     def _ended_well(self, child: Child) -> bool:
-        """Running, or ended as it may: a trainer by itself or because it was asked, the rollout after its work."""
+        """Running, or ended as it may: a trainer by itself or because it was asked, the rollout after its work.
+
+        Whoever stops a job may send the signal to all of its processes.
+        """
         code = child.code
         if code is None:
             return True
         if child is self.server.child:
-            return not self.server.has_failed
+            return self.signal is not None or not self.server.has_failed
         return code == 0 or (self.signal is not None and code in (-signal.SIGTERM, 130, 143))
 
     # signals

@@ -77,8 +77,8 @@ class Watchdog:
 
 
 def _only_waits(beat: dict[str, Any]) -> bool:
-    """A trainer that loads, trains, syncs or saves works; the rollout process always waits for somebody."""
+    """A trainer that loads, trains, syncs or saves works; the rollout process waits for somebody once it has begun."""
     phase = beat.get("phase", "")
-    if phase == PERMITTED:
+    if phase == PERMITTED or phase in OPENING:
         return False
     return beat.get("process") == "rollout" or phase.startswith("waiting")

@@ -58,7 +58,11 @@ def save(folder: Path, model: torch.nn.Module, updater: Updater | None, files: d
         shutil.rmtree(beside, ignore_errors=True)
         beside.mkdir(parents=True)
     _barrier()
-    with _named_if_full(beside):
+    remedy = (
+        "so no checkpoint was written and the ones before stay as they were; free space, or set "
+        "checkpoint.save_total_limit, then continue with run.resume=auto"
+    )
+    with _named_if_full(beside, remedy):
         with _alone_is_intended():
             dcp.save(_state(model, updater), checkpoint_id=beside / SHARDS, no_dist=not dist.is_initialized())
         torch.save(_rng_state(), beside / f"rng-{rank}.pt")
@@ -79,7 +83,7 @@ def save(folder: Path, model: torch.nn.Module, updater: Updater | None, files: d
 
 
 @contextmanager
-def _named_if_full(beside: Path) -> Iterator[None]:
+def _named_if_full(beside: Path, remedy: str) -> Iterator[None]:
     """ServerError where the disk takes no more, whichever library wrote; what was begun is removed."""
     try:
         yield
@@ -87,10 +91,7 @@ def _named_if_full(beside: Path) -> Iterator[None]:
         if not _is_no_space(error):
             raise
         shutil.rmtree(beside, ignore_errors=True)
-        raise ServerError(
-            f"{beside.parent}: the disk takes no more, so no checkpoint was written and the ones before stay as they were; "
-            "free space, or set checkpoint.save_total_limit, then continue with run.resume=auto"
-        ) from error
+        raise ServerError(f"{beside.parent}: the disk takes no more, {remedy}") from error
 
 
 def _is_no_space(error: Any) -> bool:
@@ -195,19 +196,22 @@ def export(model: torch.nn.Module, tokenizer: Any, path: Path, dtype: torch.dtyp
 def export_merged(model: torch.nn.Module, tokenizer: Any, path: Path, dtype: torch.dtype | None) -> None:
     """A folder that `from_pretrained` loads, in `dtype` (None = as is); collective, rank 0 writes (RES-14).
 
-    A LoRA adapter is merged there.
+    A LoRA adapter is merged there. ServerError on rank 0 where the disk takes no more.
     """
     state: dict[str, torch.Tensor] = {}
     for name, full in _all_tensors(model):
         if _rank() == 0:
             state[name] = full.to("cpu", dtype if full.is_floating_point() else None, copy=True)
-    if _rank() == 0:
-        beside = path.with_name(f".{path.name}")
-        shutil.rmtree(beside, ignore_errors=True)
-        beside.mkdir(parents=True)
-        _write(model, tokenizer, beside, state, dtype)
-        folders.replace(path, beside)
-    _barrier()
+    try:
+        if _rank() == 0:
+            beside = path.with_name(f".{path.name}")
+            shutil.rmtree(beside, ignore_errors=True)
+            with _named_if_full(beside, "so the model was not written; free space, then agrpo export RUN"):
+                beside.mkdir(parents=True)
+                _write(model, tokenizer, beside, state, dtype)
+            folders.replace(path, beside)
+    finally:
+        _barrier()  # where the others wait
 
 
 def _all_tensors(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:

@@ -6,13 +6,12 @@ import logging
 import os
 import shutil
 import threading
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from agrpo.errors import AgrpoError
 
-UPLOAD_S = 1500.0  # that training, or the end of the run, waits for an upload
+UPLOAD_S = 1500.0  # that training, or the end of the run, waits for an upload that nobody asks it to leave
 _log = logging.getLogger(__name__)
 
 
@@ -50,12 +49,14 @@ def _network_errors() -> tuple[type[Exception], ...]:
 
 
 class Uploads:
-    """`checkpoint.hub` in a run; rank 0 uploads. An upload that fails is logged and changes nothing else (RES-17)."""
+    """`checkpoint.hub` on rank 0. An upload that fails, or is left for later, changes nothing else (RES-17)."""
 
-    def __init__(self, section: Any):
-        self._section = section
+    def __init__(self, section: Any, run_dir: Path):
+        self._section, self._run_dir = section, run_dir
+        self.root = run_dir / ".upload"  # for copies that are uploaded and removed
         self._threads: list[threading.Thread] = []
         self._last_step: int | None = None
+        self._are_left = False
 
     def is_due_after_save(self, step: int) -> bool:
         """True once for each step that is saved; the end of a run may save its last step again."""
@@ -67,18 +68,35 @@ class Uploads:
     def is_due_at_end(self) -> bool:
         return self._section.push == "end"
 
-    def start(self, folder: Path, message: str, beat: Callable[[str], None], is_temporary: bool = False) -> None:
-        """Upload `folder`, and wait for that where it is `blocking`; a folder that is temporary is removed afterwards."""
-        self._threads = [t for t in self._threads if t.is_alive()]
-        if self._threads and not self._section.always_push:
+    def start(self, folder: Path, message: str, is_temporary: bool = False) -> None:
+        """Upload `folder` in a thread; one that is temporary is removed afterwards."""
+        if self.are_under_way() and not self._section.always_push:
             _log.warning("%s is not uploaded: the upload before it is unfinished (checkpoint.hub.always_push=true)", message)
-            self._clear(folder, is_temporary)
+            self._remove(folder, is_temporary)
             return
         thread = threading.Thread(target=self._upload, args=(folder, message, is_temporary), name="upload", daemon=True)
         thread.start()
         self._threads.append(thread)
-        if self._section.blocking:
-            self.finish(beat)
+
+    def are_under_way(self, wait_s: float = 0.0) -> bool:
+        """Whether one still runs, after `wait_s` seconds at most in which one may end."""
+        if self._threads:
+            self._threads[0].join(wait_s)
+        self._threads = [t for t in self._threads if t.is_alive()]
+        return bool(self._threads)
+
+    def leave(self) -> None:
+        """No upload follows, and what is under way ends with the process: nothing of it is in the repository yet."""
+        if not self._are_left:
+            _log.warning(
+                "not uploaded to %s, since the run is to stop; later: agrpo export %s --push %s",
+                self._section.model_id, self._run_dir, self._section.model_id,
+            )  # fmt: skip
+        self._are_left = True
+        self.clear()
+
+    def clear(self) -> None:
+        shutil.rmtree(self.root, ignore_errors=True)
 
     def _upload(self, folder: Path, message: str, is_temporary: bool) -> None:
         section = self._section
@@ -87,24 +105,17 @@ class Uploads:
                 folder, section.model_id, private=section.private, message=message, revision=section.revision
             )
             _log.info("uploaded: %s", address)
-        except AgrpoError as error:
-            _log.error("%s; the run goes on", error)
-        except Exception:  # whatever a client library raises must not end a run that has trained its model
-            _log.exception("upload to %s failed; the run goes on", section.model_id)
+        except Exception as error:  # whatever a client library raises must not end a run that has trained its model
+            if self._are_left:
+                return
+            if isinstance(error, AgrpoError):
+                _log.error("%s; the run goes on", error)
+            else:
+                _log.exception("upload to %s failed; the run goes on", section.model_id)
         finally:
-            self._clear(folder, is_temporary)
+            self._remove(folder, is_temporary)
 
     @staticmethod
-    def _clear(folder: Path, is_temporary: bool) -> None:
+    def _remove(folder: Path, is_temporary: bool) -> None:
         if is_temporary:
             shutil.rmtree(folder, ignore_errors=True)
-
-    def finish(self, beat: Callable[[str], None]) -> None:
-        """Wait for uploads under way, `UPLOAD_S` seconds in all; what is unfinished then is left to itself."""
-        for _ in range(int(UPLOAD_S)):
-            self._threads = [t for t in self._threads if t.is_alive()]
-            if not self._threads:
-                return
-            beat("uploading")
-            self._threads[0].join(1.0)
-        _log.error("an upload to %s is not through after %g s; going on without it", self._section.model_id, UPLOAD_S)

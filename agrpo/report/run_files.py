@@ -73,8 +73,10 @@ class RunFiles:
         with path.open() as lock:
             try:
                 fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
-            except OSError:
+            except BlockingIOError:
                 return True
+            except OSError:  # a file system that knows no locks
+                return not any((self.folder / name).exists() for name in (FILE_NAME, FAILURE))
         return False
 
 

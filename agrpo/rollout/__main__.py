@@ -14,6 +14,7 @@ from typing import Any
 from agrpo.lifecycle import Life, run_process, without_collector
 
 _log = logging.getLogger("agrpo.rollout")
+LOADING = "loading data and tokenizer"  # the supervisor allows more time for it than for anything else
 _LAUNCHER_PREFIXES = ("TORCHELASTIC_", "GROUP_", "ROLE_")
 _LAUNCHER_NAMES = (
     "RANK",
@@ -55,16 +56,14 @@ async def run(config: Any, run_dir: Path, life: Life) -> None:
 
     runtime = Runtime.load(run_dir)
     async with contextlib.AsyncExitStack() as stack:
-        life.beat("loading data and tokenizer")
+        life.beat(LOADING)
         # Opening may take long; in a thread the event loop stays free for signals and time limits.
         rows, tokenizer, eos_ids = await asyncio.to_thread(_open_inputs, config)
         life.beat("starting the scorer")
         scorer = await config.scorer.open(config.data.columns() if hasattr(config.data, "columns") else None)
         stack.push_async_callback(scorer.close)
         life.beat("connecting to the trainer")
-        link = await wire.connect(
-            runtime.wire_host, lambda: runtime.wire_port or told_wire_port(run_dir), runtime.wire_key
-        )
+        link = await wire.connect(runtime.wire_host, lambda: runtime.wire_port or told_wire_port(run_dir), runtime.wire_key)
         stack.push_async_callback(link.close)
         policy, window = Policy(link.start.version), Window()
         life.beat("connecting to the server")
@@ -89,17 +88,18 @@ async def run(config: Any, run_dir: Path, life: Life) -> None:
         custom = open_custom(config, tokenizer, lambda: policy.version)
         if custom is not None:
             stack.push_async_callback(custom.close)
+            life.beat("waiting for setup of rollout.loop")
             await custom.setup(link.start.loop_state)
             player = custom.player(player)
         completions = None
         if config.logger.log_completions:
             completions = CompletionLog(run_dir / "completions.jsonl", surviving(link.start))
-        if completions is not None:
             stack.callback(completions.close)
         dump = await asyncio.to_thread(_open_dump, config, tokenizer)
         if dump is not None:
             stack.callback(dump.close)
         judge = _judge(config, scorer, window, completions, dump, custom, player)
+        life.beat(LOADING)  # of evaluations, which may take as long as those of the run
         evaluations = await open_evaluations(config, stack)
         loop = await build_loop(config, rows, player, client, judge, link, policy, window, life, custom, evaluations)
         await loop.run()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import math
 import signal
@@ -19,17 +20,18 @@ from agrpo.lifecycle import Life, Runtime, tell_exported, tell_wire_port, withou
 from agrpo.metrics.sinks import open_sinks
 from agrpo.metrics.summary import write_summary
 from agrpo.model import checkpoint as checkpoints
-from agrpo.model.hub import Uploads
 from agrpo.model.optim import Updater
 from agrpo.model.rope import fix_rope
 from agrpo.model.spread import open_model
 from agrpo.model.tokenizer import load_tokenizer
 from agrpo.sync.control import ServerControl
+from agrpo.sync.session import of_rank_0
 from agrpo.train import evaluation, opening
 from agrpo.train.callbacks import open_callbacks
 from agrpo.train.facts import probe_ids, seed_all, served_model
 from agrpo.train.feeder import Feeder
 from agrpo.train.outage import Outage
+from agrpo.train.pushes import Pushes
 from agrpo.train.ranks import END, IDLE, RESEND, Ranks, divide
 from agrpo.train.record import Recorder
 from agrpo.train.shares import Sharing
@@ -55,18 +57,18 @@ class TrainRun:
         self.sinks: list[Any] = []
         self.progress = Progress()
         self._epoch = 0  # complete passes at the last look
-        self.uploads = Uploads(config.checkpoint.hub)
         signal.signal(signal.SIGTERM, self._ask_to_stop)
         signal.signal(signal.SIGINT, self._ask_to_stop)
 
     def _ask_to_stop(self, signum: int, frame: Any) -> None:
-        """The running step is finished and saved (CLI-13); a second signal ends at once."""
+        """The running step is finished and saved (CLI-13). Whoever stops a job may tell every process of it, and the supervisor
+        tells the ranks too, so a signal that comes again says nothing new; to end at once, the supervisor kills."""
         self.stop_requested = True
-        signal.signal(signum, signal.SIG_DFL)
 
     def open(self) -> None:
         config = self.config
         self.ranks = Ranks(config.run.use_cpu, config.run.collective_timeout)
+        self.pushes = Pushes(config, self.run_dir, self.ranks, self.life.beat, lambda: self.stop_requested)
         seed_all(config.run.seed, config.run.full_determinism)
         self.life.beat("loading the model")
         with without_collector():
@@ -78,7 +80,9 @@ class TrainRun:
         rows = config.data.open(needs_prompt=not gives_prompts(config)) if self.ranks.is_first else None
         self.num_rows = len(rows) if hasattr(rows, "__len__") else None
         self.fingerprint, self.order = getattr(rows, "fingerprint", None), order_of(rows, config.data, config.run.seed)
-        self.resumed_from = resumed(config.run.resume, self.run_dir)
+        # Another node may not see yet what this one sees.
+        start = resumed(config.run.resume, self.run_dir) if self.ranks.is_first else None
+        self.resumed_from = of_rank_0(start, self.ranks.world_size)
         if self.resumed_from is not None:
             self.life.beat("restoring the checkpoint")
             self.progress = restore(self.resumed_from, self.model, self.updater, config.run, self.fingerprint, self.order)
@@ -275,12 +279,7 @@ class TrainRun:
         self.progress.callbacks = self.callbacks.kept_states()
         fed = self.feeder.state() if self.ranks.is_first else None
         save(folder, self.model, self.updater, self.config.checkpoint, self.progress, fed, self.fingerprint, self.order)
-        if self.uploads.is_due_after_save(self.progress.step):
-            copy = self.run_dir / ".upload" / folder.name
-            checkpoints.export_merged(self.model, self.tokenizer, copy, checkpoints.export_dtype(self.config.model))
-            if self.ranks.is_first:
-                message = f"{self.config.checkpoint.hub.commit_message}, {folder.name}"
-                self.uploads.start(copy, message, self.life.beat, is_temporary=True)
+        self.pushes.after_save(self.progress.step, folder.name, self.model, self.tokenizer)
         if self.failure is None:
             self.callbacks.call("on_save", self.progress.step, folder=folder)
 
@@ -300,13 +299,12 @@ class TrainRun:
             checkpoints.export(self.model, self.tokenizer, self.run_dir / "model", dtype)
             if self.ranks.is_first:
                 tell_exported(self.run_dir, self.progress.step)
-            if self.uploads.is_due_at_end and self.ranks.is_first:
-                self.uploads.start(self.run_dir / "model", self.config.checkpoint.hub.commit_message, self.life.beat)
+            self.pushes.at_end()
             self._evaluate()
         if self.ranks.is_first:
             facts = {"version": self.trainer.version, "training_s": round(wall_s, 3), "tokens": self.feeder.token_totals()}
             write_summary(self.run_dir, self.exit_reason, **facts)
-            self.uploads.finish(self.life.beat)
+        self.pushes.wait()
         if self.failure is not None:
             raise self.failure
         self.callbacks.call("on_train_end", self.progress.step)
@@ -333,11 +331,13 @@ class TrainRun:
             self.recorder.write(window, self.progress.step, {})
 
     def close(self) -> None:
-        if self.feeder is not None:
-            self.feeder.close()
-        for sink in self.sinks:
-            sink.close()
-        if hasattr(self, "trainer"):
-            self.trainer.sender.session.close()
-        if hasattr(self, "ranks"):
-            self.ranks.close()
+        """In reverse order of the list; one that fails, as on a full disk, keeps no other from it."""
+        with contextlib.ExitStack() as stack:
+            if hasattr(self, "ranks"):
+                stack.callback(self.ranks.close)
+            if hasattr(self, "trainer"):
+                stack.callback(self.trainer.sender.session.close)
+            for sink in reversed(self.sinks):
+                stack.callback(sink.close)
+            if self.feeder is not None:
+                stack.callback(self.feeder.close)

@@ -138,6 +138,15 @@ def full(folder: Path) -> str:
     return f"exit code {process.returncode}, left: {', '.join(left)}"
 
 
+def exported(folder: Path) -> str:
+    """The one before stays, nothing half-written is left beside it, and the line says what to do."""
+    ending = child(f"from tests.faults.saving import export; export({str(model_folder())!r}, run_dir)", "/dev/null", folder)
+    reason = json.loads((folder / "state" / "rollout.exit.json").read_text())["reason"]
+    assert "the disk takes no more" in reason and "agrpo export" in reason, reason
+    load_model(Model(path=str(folder / "model"), precision="no"), torch.device("cpu"))
+    return f"{ending}, left: {', '.join(sorted(p.name for p in folder.glob('*model*')))}"
+
+
 BODY = """
 import resource, sys
 from pathlib import Path
@@ -202,6 +211,7 @@ DAMAGED = "step-000002 is damaged.*run.resume=.*step-000001"
 FAULTS = [
     Fault("checkpoint", "killed while writing", "the newest checkpoint loads", killed_while_writing, limit_s=90),
     Fault("checkpoint", "the disk is full", "exit code 4, left: step-000001", full, limit_s=90),
+    Fault("export", "the disk is full", "exit code 4, left: model", exported, limit_s=90),
     Fault("logs", "the disk of the logs is full", "exit code 0", partial(child, LOGS, "/dev/full")),
     Fault("logs", "the disk of the run folder is full", "exit code 4", partial(child, BEATS, "/dev/null")),
     Fault("console", "its reader stops reading", "goes on unseen", halted),

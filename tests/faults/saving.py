@@ -12,6 +12,7 @@ from agrpo.lifecycle import Life, run_process
 from agrpo.model import checkpoint
 from agrpo.model.load import load_model
 from agrpo.model.optim import Updater
+from agrpo.model.tokenizer import load_tokenizer
 from agrpo.sections import Model, Optimizer
 
 
@@ -29,6 +30,15 @@ def main(model_path: str, run_dir: Path, limit: int | None, life: Life) -> None:
         checkpoint.save(checkpoint.folder_of(run_dir / "checkpoints", step), model, updater, {"n.json": step})
         checkpoint.prune(run_dir / "checkpoints", 2)
         print(step, flush=True)
+
+
+def export(model_path: str, run_dir: Path) -> None:
+    """The model's folder, where no file may be larger than 100,000 bytes; one of an earlier export is there."""
+    section = Model(path=model_path, precision="no")
+    model, tokenizer = load_model(section, torch.device("cpu")), load_tokenizer(section)
+    checkpoint.export_merged(model, tokenizer, run_dir / "model", None)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))
+    checkpoint.export_merged(model, tokenizer, run_dir / "model", None)
 
 
 if __name__ == "__main__":

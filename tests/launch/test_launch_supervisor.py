@@ -1,6 +1,7 @@
 """The supervisor with real processes that follow a script: normal end, every kind of death, signals, no orphan."""
 
 import contextlib
+import errno
 import fcntl
 import json
 import os
@@ -17,13 +18,17 @@ from pathlib import Path
 import psutil
 import pytest
 
-from agrpo.launch import dump
+from agrpo.launch import dump, run_folder
 from agrpo.launch.diagnosis import ending
 from agrpo.launch.processes import Child, Launch, free_ports, kill
 from agrpo.launch.server import Server, last_words
+from agrpo.launch.watchdog import Watchdog
 from agrpo.metrics.console import Console
 from agrpo.metrics.findings import closing
 from agrpo.metrics.tail import Tail
+from agrpo.rollout.__main__ import LOADING
+from agrpo.sections import Rollout as RolloutSettings
+from agrpo.sections import Run as RunSettings
 
 SUPERVISE = str(Path(__file__).with_name("supervise_scripted.py"))
 ALL = ("server", "trainer0", "trainer1", "rollout")
@@ -299,6 +304,37 @@ def test_first_signal_saves_and_ends_cleanly(tmp_path):
     assert (tmp_path / "run" / "summary.json").exists()
 
 
+def test_a_signal_to_every_process_saves_and_ends_as_one_to_the_supervisor_does(tmp_path):
+    """As job schedulers, service managers and containers stop a job; the server may be gone first."""
+    run = Run(tmp_path / "run", ENDLESS)
+    for pid in (*run.await_all().values(), run.popen.pid):
+        os.kill(pid, signal.SIGTERM)
+    code, _, err = run.end(startup_s=0)
+    assert code == 143, err
+    assert list((tmp_path / "run" / "checkpoints").iterdir()) and (tmp_path / "run" / "summary.json").exists()
+
+
+LEASH = """
+import os, signal, sys, time
+from agrpo.launch import leash
+
+before_command = leash.before_command
+
+def told_first():
+    os.kill(os.getppid(), signal.SIGTERM)
+    time.sleep(0.3)
+    before_command()
+
+leash.before_command = told_first
+leash.main([sys.executable, "-c", "import time; time.sleep(60)"])
+"""
+
+
+def test_a_signal_that_comes_as_a_process_is_started_reaches_it():
+    """A process group of its own, which the leash ends with its supervisor."""
+    assert subprocess.run([sys.executable, "-c", LEASH], start_new_session=True, timeout=30).returncode == -signal.SIGTERM
+
+
 def test_a_signal_before_the_first_step_waits_for_nobody(tmp_path):
     """Trainers that end by it have told the rollout process nothing, for which it would be given fifteen seconds."""
     run = Run(tmp_path / "run", ("healthy", "freeze", "freeze", "roll_out"))
@@ -394,6 +430,26 @@ def test_a_folder_has_one_run_at_a_time(tmp_path):
     assert second.returncode == 3 and "another run is active" in err
     first.popen.send_signal(signal.SIGINT)
     first.end()
+
+
+def test_a_folder_on_a_file_system_without_locks_can_be_used(tmp_path, monkeypatch):
+    def unknown(file, operation):
+        raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
+
+    monkeypatch.setattr(fcntl, "flock", unknown)
+    (tmp_path / "state").mkdir()
+    run_folder._lock(tmp_path).close()
+
+
+def test_a_rollout_process_that_reads_data_is_no_stall_while_the_trainer_waits():
+    """Those of evaluations are read last, and may come over a slow network."""
+    rollout = RolloutSettings(progress_timeout=1.5)
+    watchdog = Watchdog(RunSettings(output_dir="run"), rollout)
+    waiting = {"process": "trainer0", "phase": "waiting for samples"}
+    watchdog._look_at_all([waiting, {"process": "rollout", "phase": LOADING}], [])
+    watchdog._progress_at -= 60
+    watchdog._look_at_all([waiting, {"process": "rollout", "phase": LOADING}], [])
+    assert time.monotonic() - watchdog._progress_at < 30
 
 
 def test_a_tail_gives_complete_lines_once(tmp_path):
