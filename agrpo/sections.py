@@ -215,7 +215,7 @@ class Logger:
     num_completions_to_print: int | None = setting(None, "rollouts shown after each record; null = all of its window", ge=1)
     run_name: str | None = setting(None, "name of the run; null = its folder's name")
     project: str = setting("agrpo", "project that the run belongs to")
-    options: dict[str, Any] = setting(doc="arguments of the chosen logger", factory=dict)
+    options: dict[str, Any] = setting(doc="arguments of the logger; of several, one mapping for each under its name", factory=dict)
     level: str = setting(
         "info", "log level of rank 0; other ranks log warnings only", choices=("debug", "info", "warning", "error")
     )

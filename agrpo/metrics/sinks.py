@@ -67,9 +67,9 @@ def _chosen(section: Any) -> list[str]:
 
 
 def _options(section: Any, name: str) -> dict[str, Any]:
-    """`logger.options` of one sink: its own mapping where there is one of its name, else all of them."""
+    """`logger.options` of one sink: its own mapping where there is one of its name, else all that are no other sink's."""
     own = section.options.get(name)
-    return dict(own if isinstance(own, Mapping) else section.options)
+    return dict(own) if isinstance(own, Mapping) else {k: v for k, v in section.options.items() if k not in section.sinks}
 
 
 def _sink_class(name: str) -> Any:

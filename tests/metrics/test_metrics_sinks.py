@@ -18,7 +18,7 @@ import pytest
 
 from agrpo.errors import ConfigError
 from agrpo.metrics.background import Background
-from agrpo.metrics.sinks import open_sinks, problems, read_lines, read_records
+from agrpo.metrics.sinks import _options, open_sinks, problems, read_lines, read_records
 from agrpo.metrics.summary import read_summary, write_summary
 
 ROOT = Path(__file__).parents[2]
@@ -74,6 +74,12 @@ def test_resume_drops_half_a_line_and_the_steps_that_come_again(tmp_path):
     assert [r["step"] for r in read_records(tmp_path)] == [1, 2, 3, 4, 5, 6, 7]
     write(open_sinks(make_section(), tmp_path, resumed_step=5), {"step": 6, "reward": 0.9})
     assert [(r["step"], r["reward"]) for r in read_records(tmp_path)][-2:] == [(5, 0.5), (6, 0.9)]
+
+
+def test_options_of_one_sink_are_not_given_to_another():
+    recorder = f"{__name__}.Recorder"
+    both = make_section("tensorboard", recorder, **{recorder: {"fails": False}, "flush_secs": 7})
+    assert _options(both, recorder) == {"fails": False} and _options(both, "tensorboard") == {"flush_secs": 7}
 
 
 def test_sink_by_import_path_gets_the_same_records_and_its_options(tmp_path):
