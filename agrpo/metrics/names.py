@@ -198,8 +198,8 @@ batch/packing_ratio | ratio | F | ratio | raw tokens / unique tokens; 1.0 withou
 batch/pad_frac | 0..1 | F | ratio | transport padding / (padding + unique tokens)
 batch/dropped_oversize_count | count | F | sum | samples longer than the token budget
 # Generated tokens, by what became of them
-tokens/generated | tokens | W | sum | tokens of the servers' answers to rollouts for training; generated = in flight + discarded + sent
-tokens/sent | tokens | W | sum | of these, tokens to train that were handed to the trainer; sent = trained + discarded + untrained
+tokens/generated | tokens | W | sum | tokens of the servers' answers to rollouts for training; summed over records = in flight + discarded + sent
+tokens/sent | tokens | W | sum | of these, tokens to train that were handed to the trainer; summed = trained + discarded by the trainer + untrained
 tokens/trained | tokens | F | sum | of these, tokens that a step has trained
 tokens/discarded/{reason} | tokens | W | sum | of these, tokens discarded for a reason, `unused` = in no trained position
 tokens/in_flight | tokens | W | last | of these, tokens of groups that are still generated or scored
