@@ -129,8 +129,12 @@ def _scoring(h: History) -> str:
 
 def _devices(h: History, side: str, on_cpu: str) -> str:
     """What helps the slower side: other devices where the run has some, else less work."""
-    if not h.setting("run.devices"):
+    devices = h.setting("run.devices")
+    if not devices:
         return on_cpu
+    if not devices.get("server"):  # of servers that run elsewhere no split is planned
+        own = {"generation": "servers (server.base_url takes several, with commas)", "training": "devices (run.num_processes)"}
+        return f"Give {side} more {own[side]}."
     return f"Give {side} more devices: agrpo explain and agrpo report plan the split."
 
 

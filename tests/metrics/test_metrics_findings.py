@@ -298,6 +298,9 @@ def test_a_setting_is_named_only_where_it_changes_something():
     waiting = {"perf__rollout_wait_s": 5}
     assert "more devices" not in found(**waiting)["generation-bound"].text
     assert "agrpo explain" in found(settings=ON_GPUS, **waiting)["generation-bound"].text
+    elsewhere = {**SETTINGS, "run": {**SETTINGS["run"], "devices": {"server": [], "trainer": [0]}}}
+    assert "server.base_url" in found(settings=elsewhere, **waiting)["generation-bound"].change
+    assert "run.num_processes" in found(settings=elsewhere, rollout__backpressure_s_per_step=5)["trainer-bound"].change
     kept = {**SETTINGS, "advantage": {"drop_zero_std": False}}  # groups of equal rewards fill a step as others do
     assert "generation-bound" in found(settings=kept, frac_reward_zero_std=0.9, **waiting)
 
