@@ -284,7 +284,13 @@ def _longer(h: History, change: str) -> tuple[str, str]:
             f"None reached sampler.max_completion_length={length}, the longest had {max(longest):.0f} tokens: what ends them is the "
             "server's context (server.max_model_len), or a limit of the environment.", "",
         )  # fmt: skip
-    return change, f"sampler.max_completion_length={2 * length}" if length else ""
+    if not length:
+        return change, ""
+    # What holds a whole sample has to grow with it, or it is cut or dropped there.
+    longer = max(h.values("sample/forwarded_tokens_max")[-RECENT:], default=0) + length
+    limits = {key: h.setting(key) for key in ("packer.token_budget", "server.max_model_len")}
+    more = [f"{key}={limit + length}" for key, limit in limits.items() if limit and longer > limit]
+    return change, " ".join([f"sampler.max_completion_length={2 * length}", *more])
 
 
 RULES = (

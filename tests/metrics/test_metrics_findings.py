@@ -281,6 +281,17 @@ def test_a_limit_that_no_answer_reached_is_not_the_one_to_raise():
         assert found(**{**cut, "completions__max_length": 100})[rule].override == "sampler.max_completion_length=200"
 
 
+def test_longer_answers_need_rows_and_a_context_that_hold_them():
+    cut = {"completions__clipped_ratio": 0.5, "completions__max_length": 100}
+    held = {**SETTINGS, "packer": {"token_budget": 400}, "server": {"max_model_len": 250}}
+    for longest, override in (
+        (150, "sampler.max_completion_length=200"),  # 250 fit in both
+        (151, "sampler.max_completion_length=200 server.max_model_len=350"),
+        (301, "sampler.max_completion_length=200 packer.token_budget=500 server.max_model_len=350"),
+    ):
+        assert found(settings=held, sample__forwarded_tokens_max=longest, **cut)["truncation"].override == override
+
+
 def test_preemptions_of_every_sync_are_not_called_a_small_cache():
     reset = {**SETTINGS, "sync": {"every_steps": 1, "cache": "reset"}}
     many = {"rollout__vllm_preemption_count": 30, "group__target_slot_count": 100}
