@@ -248,10 +248,11 @@ def low_mass(h: History) -> Finding | None:
     mass = h.now("sampling/sampler_mass")
     if mass is None or mass >= LOW_MASS:
         return None
-    kept = h.setting("sampler.num_sampler_logprobs", 8)
+    kept, most = h.setting("sampler.num_sampler_logprobs", 8), h.setting("server.max_logprobs", math.inf)
+    more = f" server.max_logprobs={2 * kept + 1}" if 2 * kept >= most else ""
     return Finding(
         "low-head-mass", NOTE, f"the {kept} log-probs kept per token hold {share(mass)} of the probability",
-        "the loss models the rest", "Keep more of them.", f"sampler.num_sampler_logprobs={2 * kept}",
+        "the loss models the rest", "Keep more of them.", f"sampler.num_sampler_logprobs={2 * kept}{more}",
     )  # fmt: skip
 
 

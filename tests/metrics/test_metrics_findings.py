@@ -292,6 +292,12 @@ def test_longer_answers_need_rows_and_a_context_that_hold_them():
         assert found(settings=held, sample__forwarded_tokens_max=longest, **cut)["truncation"].override == override
 
 
+def test_more_head_log_probs_need_a_server_that_gives_them():
+    for most, more in ((17, ""), (16, " server.max_logprobs=17")):
+        settings = {**SETTINGS, "server": {"max_logprobs": most}}
+        assert found(settings=settings, sampling__sampler_mass=0.9)["low-head-mass"].override == f"sampler.num_sampler_logprobs=16{more}"
+
+
 def test_preemptions_of_every_sync_are_not_called_a_small_cache():
     reset = {**SETTINGS, "sync": {"every_steps": 1, "cache": "reset"}}
     many = {"rollout__vllm_preemption_count": 30, "group__target_slot_count": 100}
