@@ -8,10 +8,10 @@ from tests import warm
 
 # Whole runs, longest first, so that no worker is left alone with one of them at the end.
 LONGEST = (
-    "test_run.py", "test_faults.py", "test_kill.py", "test_resume.py", "test_launch_doctor.py", "test_restart.py",
-    "test_model_ranks.py", "test_run_lora.py", "test_run_evaluation.py", "test_nodes.py", "test_metrics_run.py",
-    "test_recipes_agent_openai.py", "test_train_uploads.py", "test_launch_evaluate.py", "test_recipes_smollm2.py",
-    "test_sync_ranks.py", "test_sync_packed.py", "test_sync_adapter.py", "test_train_recorded.py", "test_model_lora.py",
+    "test_faults.py", "test_run.py", "test_launch_supervisor.py", "test_model_memory.py", "test_launch_doctor.py", "test_kill.py",
+    "test_restart.py", "test_nodes.py", "test_resume.py", "test_run_lora.py", "test_run_evaluation.py", "test_security.py",
+    "test_launch_export.py", "test_other_names.py", "test_train_uploads.py", "test_config_faults.py", "test_model_ranks.py",
+    "test_sync_ranks.py", "test_sync_packed.py", "test_metrics_run.py", "test_recipes_agent_openai.py", "test_cli.py",
 )  # fmt: skip
 
 

@@ -67,11 +67,11 @@ class Nursery:
     def open(cls) -> Nursery:
         """A new one, whose libraries are imported while this process goes on."""
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+        environment = {**usual, "PYTHONPATH": str(ROOT)}
         with theirs:
             command = [sys.executable, "-m", "tests.warm", str(theirs.fileno())]
-            subprocess.Popen(command, pass_fds=[theirs.fileno()], env=environment, stdin=subprocess.DEVNULL)
-        return cls(ours, dict(os.environ))
+            Popen(command, pass_fds=[theirs.fileno()], env=environment, cwd=ROOT, stdin=subprocess.DEVNULL)
+        return cls(ours, usual)
 
     def fits(self, variables: dict[str, str]) -> bool:
         differing = {k for k in {*variables, *self.variables} if variables.get(k) != self.variables.get(k)}
@@ -84,13 +84,17 @@ class Nursery:
             _prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
             try:
                 socket.send_fds(self.channel, [json.dumps(request).encode()], files)
-                return int(self.channel.recv(64))
+                answer = self.channel.recv(64)
             finally:
                 _prctl(PR_SET_CHILD_SUBREAPER, 0, 0, 0, 0)
+        if not answer:
+            raise RuntimeError("the nursery is gone")
+        return int(answer)
 
 
 nursery: Nursery | None = None  # this process's own
-opening = threading.RLock()
+opening = threading.Lock()
+usual: dict[str, str] = {}  # the environment before any test changed it
 is_leash = False
 
 
@@ -155,6 +159,7 @@ def _home() -> Nursery:
 
 
 def install() -> None:
+    usual.update(os.environ)
     if sys.platform.startswith("linux") and not os.environ.get("AGRPO_TESTS_COLD"):
         subprocess.Popen = WarmPopen
 
