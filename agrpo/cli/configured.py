@@ -38,7 +38,7 @@ Options and their meaning:
     help=TRAIN_HELP,
     epilog="Exit codes: 0 success, 1 unexpected error, 2 wrong usage, 3 configuration refused, "
     "4 server or host check failed, 5 contract error in user code, 6 stall or time-out, "
-    "129, 130, 143 ended by SIGHUP, SIGINT (Ctrl-C), SIGTERM.",
+    "129, 130, 138, 140, 143 ended by SIGHUP, SIGINT (Ctrl-C), SIGUSR1, SIGUSR2, SIGTERM.",
 )
 def train(
     overrides: Overrides = None,

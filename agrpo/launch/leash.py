@@ -36,6 +36,9 @@ def main(command: list[str]) -> None:
     signal.signal(signal.SIGALRM, look)
     signal.signal(signal.SIGTERM, pass_on)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    # A scheduler tells every process that the time is nearly up; the supervisor does what is to be done. The command inherits it.
+    signal.signal(signal.SIGUSR1, signal.SIG_IGN)
+    signal.signal(signal.SIGUSR2, signal.SIG_IGN)
     signal.setitimer(signal.ITIMER_REAL, LOOK_S, LOOK_S)
     started.append(subprocess.Popen(command, preexec_fn=before_command))
     if asked:  # before there was a process to pass it on to

@@ -3,8 +3,9 @@
     server -> healthy -> trainer ranks and rollout -> steps -> trainers end -> rollout ends -> server stops
 
 Every process is watched from its start. The first one that dies, or goes silent beyond its limit, ends the run: the
-others are stopped in order, within 15 s unless a trainer is writing a checkpoint, and the cause is named. SIGINT, SIGTERM
-or a lost terminal asks the trainers to finish their step and save; a second signal kills everything at once (CLI-13).
+others are stopped in order, within 15 s unless a trainer is writing a checkpoint, and the cause is named. SIGINT, SIGTERM,
+a lost terminal, or SIGUSR1 and SIGUSR2, by which schedulers say that a job's time is nearly up, asks the trainers to finish
+their step and save; a second signal kills everything at once (CLI-13).
 """
 
 from __future__ import annotations
@@ -35,6 +36,7 @@ from agrpo.metrics.tail import Tail
 TRAINER_GRACE_S = 6.0  # for the step in progress, after a failure
 SAVING_GRACE_S = 600.0  # for a checkpoint that is being written
 ROLLOUT_GRACE_S = 15.0  # for in-flight requests and environments at a normal end (ARCH-10)
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 PEER_S = 15.0  # for a process that has closed its connection to end and say why
 
 
@@ -64,7 +66,7 @@ def supervise(
         if config.run.resume is not None:
             console.note(f"run.resume: {start_of(config.run.resume, run_dir)}")
         supervisor = Supervisor(config, run_dir, processes, plan.server_urls(config, ports), console)
-        with supervisor.signals():
+        with supervisor.signals() as handlers:
             try:
                 summary = supervisor.run(check_server)
             except Exception as error:
@@ -73,6 +75,7 @@ def supervise(
                 raise
         console.finish(summary, supervisor.written(summary), verdicts=findings.closing(run_dir))
         if supervisor.signal is not None:
+            handlers.pass_on(supervisor.signal)
             raise Interrupted(supervisor.signal)
         return summary
 
@@ -286,19 +289,26 @@ class Supervisor:
 
 
 class _Handlers:
-    """SIGINT, SIGTERM and SIGHUP go to `handler` within the block; elsewhere than in the main thread they cannot. A SIGHUP
-    that is ignored, as under nohup, stays so."""
+    """SIGNALS go to `handler` within the block; elsewhere than in the main thread they cannot. A SIGHUP that is ignored, as under
+    nohup, stays so."""
 
     def __init__(self, handler: Any):
         self._handler, self._before = handler, {}
 
-    def __enter__(self) -> None:
+    def __enter__(self) -> _Handlers:
         if threading.current_thread() is threading.main_thread():
-            for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            for number in SIGNALS:
                 if number == signal.SIGHUP and signal.getsignal(number) == signal.SIG_IGN:
                     continue
                 self._before[number] = signal.signal(number, self._handler)
+        return self
 
     def __exit__(self, *exc: object) -> None:
         for number, handler in self._before.items():
             signal.signal(number, handler)
+
+    def pass_on(self, number: int) -> None:
+        """After the run: to whoever had asked to be told, as a launcher that queues the job again."""
+        before = self._before.get(number)
+        if callable(before) and before is not signal.default_int_handler:
+            before(number, None)

@@ -38,11 +38,11 @@ LIMIT_S = 15.0
 class Run:
     """A supervisor in a process of its own, and the processes that belong to its run folder."""
 
-    def __init__(self, run_dir: Path, scripts: tuple[str, ...], settings: tuple[str, ...] = (), **options):
+    def __init__(self, run_dir: Path, scripts: tuple[str, ...], settings: tuple[str, ...] = (), program=(SUPERVISE,), **options):
         self.run_dir = run_dir
         environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
         self.popen = subprocess.Popen(
-            [sys.executable, SUPERVISE, str(run_dir), *scripts, *settings],
+            [sys.executable, *program, str(run_dir), *scripts, *settings],
             **{"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, **options}, text=True, env=environment,
         )  # fmt: skip
 
@@ -304,14 +304,38 @@ def test_first_signal_saves_and_ends_cleanly(tmp_path):
     assert (tmp_path / "run" / "summary.json").exists()
 
 
-def test_a_signal_to_every_process_saves_and_ends_as_one_to_the_supervisor_does(tmp_path):
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR2])
+def test_a_signal_to_every_process_saves_and_ends_as_one_to_the_supervisor_does(tmp_path, number):
     """As job schedulers, service managers and containers stop a job; the server may be gone first."""
     run = Run(tmp_path / "run", ENDLESS)
-    for pid in (*run.await_all().values(), run.popen.pid):
-        os.kill(pid, signal.SIGTERM)
+    pids = run.await_all().values()
+    leashes = [child.pid for child in psutil.Process(run.popen.pid).children()]
+    for pid in (*pids, *leashes, run.popen.pid):
+        os.kill(pid, number)
     code, _, err = run.end(startup_s=0)
-    assert code == 143, err
+    assert code == 128 + number, err
     assert list((tmp_path / "run" / "checkpoints").iterdir()) and (tmp_path / "run" / "summary.json").exists()
+
+
+TOLD = f"""
+import signal, sys
+from pathlib import Path
+
+sys.path.insert(0, {str(Path(SUPERVISE).parent)!r})
+import supervise_scripted
+
+signal.signal(signal.SIGUSR2, lambda *_: sys.exit(7 if any(Path(sys.argv[1], "checkpoints").iterdir()) else 8))
+sys.exit(supervise_scripted.main(*sys.argv[1:]))
+"""
+
+
+def test_who_asked_to_be_told_of_a_signal_is_told_once_the_run_has_saved(tmp_path):
+    """Submitit queues a job again by a handler of its own, which ends the process."""
+    run = Run(tmp_path / "run", ENDLESS, program=("-c", TOLD))
+    run.await_all()
+    run.popen.send_signal(signal.SIGUSR2)
+    code, _, err = run.end(startup_s=0)
+    assert code == 7, err
 
 
 LEASH = """
