@@ -216,7 +216,9 @@ class Supervisor:
             return True
         if child is self.server.child:
             return self.signal is not None or not self.server.has_failed
-        return code == 0 or (self.signal is not None and code in (-signal.SIGTERM, 130, 143))
+        if self.signal is None:
+            return code == 0
+        return code in (0, -signal.SIGTERM, 130, 143) or diagnosis.is_consequence(child)
 
     # signals
 

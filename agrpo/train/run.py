@@ -40,7 +40,7 @@ from agrpo.train.state import Progress, restore, save
 _IDLE_S = 1.0  # how often rank 0 looks up while it waits for samples
 _LOOK_S = 0.25  # how often while it waits for the rollout process to connect
 _CONNECT_S = 30.0  # for the rollout process to connect before it is told that the run is over
-CALLBACK_STOP = "stopped by a callback"
+CALLBACK_STOP, SIGNAL_STOP = "stopped by a callback", "stopped by a signal"
 _log = logging.getLogger(__name__)
 
 
@@ -172,7 +172,7 @@ class TrainRun:
             self._end_by(error)
         except ServerError as error:  # a failed sync or a gap above run.parity_stop, raised on all ranks alike
             if self.ranks.tell(self.stop_requested):
-                self.exit_reason = "stopped by a signal"
+                self.exit_reason = SIGNAL_STOP
             else:
                 self._end_by(error)
         self.recorder.end()
@@ -219,7 +219,7 @@ class TrainRun:
         """Rank 0 decides: end, wait, or the next planned step."""
         count = self.ranks.world_size
         if self.stop_requested:
-            self.exit_reason = "stopped by a signal"
+            self.exit_reason = SIGNAL_STOP
             return [END] * count
         if self.callbacks.stops:
             self.exit_reason = CALLBACK_STOP
@@ -287,6 +287,8 @@ class TrainRun:
         """Checkpoint, exported model, final evaluations, summary (RUN-8). What was trained is safe before anything is
         asked of other processes."""
         wall_s = time.perf_counter() - self.began_at
+        if self.stop_requested and getattr(self.failure, "is_consequence", False):  # the signal ended the rollout process too
+            self.failure, self.exit_reason = None, SIGNAL_STOP
         # Of a signal or an error rank 0 alone may know.
         is_done = bool(self.ranks.tell(self.exit_reason in ("finished", CALLBACK_STOP)))
         if self.ranks.is_first:

@@ -94,6 +94,18 @@ def interrupted(started) -> None:
     started.popen.send_signal(signal.SIGINT)
 
 
+def everybody(number: signal.Signals, started) -> None:
+    """As schedulers and service managers stop a job: every process of the run, and its own are first."""
+    for process in (*psutil.Process(started.popen.pid).children(recursive=True), started.popen):
+        os.kill(process.pid, number)
+
+
+def saved(folder: Path, number: signal.Signals) -> str:
+    ending = run(folder, partial(everybody, number), ENDLESS)
+    reason = json.loads((folder / "run" / "summary.json").read_text())["exit_reason"]
+    return f"{ending}, {reason}, {'saved' if list((folder / 'run' / 'checkpoints').glob('step-*')) else 'lost'}"
+
+
 def pulled(number: signal.Signals, started) -> None:
     """Stopped for a moment only, as a machine that swaps."""
     send("server", number, started)
@@ -159,6 +171,8 @@ FAULTS = [
     whole("run: scorer", "returns NaN", "exit code 5",
           lambda folder: run(folder, partial(mark, "spoil", "nan"), ENDLESS, says="odd returned nan")),
     whole("run: user", "Ctrl-C", "exit code 130", lambda folder: run(folder, interrupted, ENDLESS)),
+    *(whole("run: user", f"{number.name} to every process", f"exit code {128 + number}, stopped by a signal, saved",
+            partial(saved, number=number)) for number in (signal.SIGTERM, signal.SIGUSR1)),
     whole("run: clock", "jumps a day ahead", "exit code 0", partial(clock, 86400.0)),
     whole("run: clock", "jumps a day back", "exit code 0", partial(clock, -86400.0)),
     whole("run: disk", "fills up", "exit code 4", on_small_disk),
