@@ -180,7 +180,8 @@ class Pool:
         if self._guard is not None:
             for worker in workers:
                 self._tell_guard("-", worker)
-            self._guard.stdin.close()  # type: ignore[union-attr]
+            with contextlib.suppress(BrokenPipeError):
+                self._guard.stdin.close()  # type: ignore[union-attr]
             with contextlib.suppress(subprocess.TimeoutExpired):
                 await asyncio.to_thread(self._guard.wait, REAP_S)
 

@@ -13,6 +13,7 @@ import psutil
 import pytest
 
 from agrpo.errors import ContractError
+from agrpo.scorer import guard
 from agrpo.scorer.contract import ScoreError
 from agrpo.scorer.functions import Functions
 from agrpo.types import Group, Prompt, Rollout, Turn
@@ -291,3 +292,25 @@ def test_time_per_function_is_known():
     assert 0.3 <= seconds["slow_if_asked"] < 1.0 and seconds["async_one"] >= 0.03
     assert sorted({name for name, _, _ in measured}) == ["rewards/async_one/call_s", "rewards/slow_if_asked/call_s"]
     assert sum(s for name, s, _ in measured if "slow" in name) == pytest.approx(seconds["slow_if_asked"]) and not later
+
+
+def test_the_guard_outlives_a_signal_to_every_process_and_then_does_its_work():
+    work = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"], start_new_session=True)
+    watch = subprocess.Popen([sys.executable, guard.__file__], stdin=subprocess.PIPE, text=True)
+    numbers, deadline = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2), time.monotonic() + 20
+
+    def ignored(number):
+        mask = next(line for line in Path(f"/proc/{watch.pid}/status").read_text().splitlines() if line.startswith("SigIgn"))
+        return int(mask.split()[1], 16) >> (number - 1) & 1
+
+    try:
+        while not all(map(ignored, numbers)):
+            assert time.monotonic() < deadline
+            time.sleep(0.02)
+        for number in numbers:
+            watch.send_signal(number)
+        watch.communicate(f"+{work.pid}\n", timeout=20)
+        assert watch.returncode == 0 and work.wait(20) == -signal.SIGKILL
+    finally:
+        watch.kill()
+        work.kill()
