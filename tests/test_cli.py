@@ -75,7 +75,9 @@ BAD = {
     "+num_generations=8": "num_generations is not a key of agrpo; use rollout.group_size=8",
     "sampler.temperature=0": "sampler.temperature must be >= 0.01, got 0.0",
     "sync=nccl": "sync=nccl needs a GPU",
-    "model.path=empty": "model.path: folder empty has no config.json and no weights",
+    "model.path=empty": "no config.json and no weights (*.safetensors); give a folder written by save_pretrained",
+    "model.path=run": "no config.json and no weights (*.safetensors); give the model in it: run/model",
+    "model.path=unfinished": "give what this writes: agrpo export unfinished --output FOLDER",
     "run.output_dir=good.jsonl/run": "run.output_dir: ",
     "run.output_dir=/proc/agrpo": "run.output_dir: /proc/agrpo cannot be written",
     "loss=grop": "loss=grop does not exist; did you mean loss=grpo?",
@@ -91,7 +93,9 @@ def test_bad_input_is_one_clear_line_and_exit_code_3(tmp_path, base, override):
     (tmp_path / "broken.jsonl").write_text(row * 16 + '{"prompt": \n' + row)
     (tmp_path / "no_prompt.jsonl").write_text('{"question": "1 + 1"}\n')
     (tmp_path / "plain.jsonl").write_text('{"prompt": "1 + 1", "answer": "2"}\n')
-    (tmp_path / "empty").mkdir()
+    for folder in ("empty", "run/model", "unfinished/checkpoints"):
+        (tmp_path / folder).mkdir(parents=True)
+    (tmp_path / "run/model/config.json").write_text("{}")
     before = sorted(p.name for p in tmp_path.iterdir())
     result = agrpo(*base, override, cwd=tmp_path)
     assert result.returncode == 3, result.stdout + result.stderr

@@ -37,7 +37,15 @@ def _folder_problems(folder: Path) -> Iterator[str]:
     if not any(next(folder.glob(pattern), None) for pattern in WEIGHTS):
         missing.append("weights (*.safetensors)")
     if missing:
-        yield f"model.path: folder {folder} has no {' and no '.join(missing)}; give a folder written by save_pretrained"
+        yield f"model.path: folder {folder} has no {' and no '.join(missing)}; give {_instead(folder)}"
+
+
+def _instead(folder: Path) -> str:
+    if (folder / "model" / "config.json").is_file():
+        return f"the model in it: {folder / 'model'}"
+    if (folder / "checkpoints").is_dir():
+        return f"what this writes: agrpo export {folder} --output FOLDER"
+    return "a folder written by save_pretrained"
 
 
 def _architecture_problems(model: Model, config: dict[str, Any]) -> Iterator[str]:
