@@ -81,7 +81,7 @@ def test_failures_come_with_their_fix_and_a_part_that_hangs_ends_at_its_limit(tm
     (tmp_path / "broken.py").write_text(BROKEN)
     code, answer = doctor(
         tmp_path, "+recipe=quickstart", f"run.output_dir={tmp_path}/run", "scorer.functions=[broken.raises]",
-        "env.factory=broken.Slow", "--no-server", "--limit", "15",
+        "env.factory=broken.Slow", "--no-server", "--limit", "30",
     )  # fmt: skip
     rows = by_name(answer)
     assert code == 4 and not answer["ok"]
@@ -91,7 +91,7 @@ def test_failures_come_with_their_fix_and_a_part_that_hangs_ends_at_its_limit(tm
     assert rows["rewards"]["status"] == "fail" and rows["rewards"]["found"].endswith(said)
     assert rows["rewards"]["fix"] == "a run would drop such groups; mend the function"
     assert rows["data: heldout"]["status"] == "ok" and "rows; columns" in rows["data: heldout"]["found"]
-    assert rows["tools"]["found"] == "not through within 15 s; the last it said: asking a service that never answers"
+    assert rows["tools"]["found"] == "not through within 30 s; the last it said: asking a service that never answers"
     assert "--limit" in rows["tools"]["fix"] and rows["step"]["status"] == "skip"
 
 
