@@ -12,7 +12,7 @@ import pytest
 
 from agrpo.config import Devices, check, compose
 from agrpo.launch import doctor as examining
-from agrpo.launch import doctor_child, doctor_host, plan
+from agrpo.launch import doctor_code, doctor_host, doctor_step, plan
 from agrpo.launch.preview import GIB
 from agrpo.launch.processes import free_ports
 from agrpo.scorer.contract import ScoreError
@@ -73,7 +73,7 @@ def test_copies_of_the_sharded_model_on_other_nodes_are_left_out(tmp_path):
     """Eight ranks on two nodes hold two copies; the four of one node can hold two as well, three ranks of one node one."""
     for num_processes, copies in ((4, 2), (3, 1)):
         nodes = ("run.num_nodes=2", "run.master=127.0.0.1:29400", f"run.num_processes={num_processes}", "+model.fsdp.options={replicate: 2}")
-        tried = doctor_child._smallest(small(*nodes), tmp_path)
+        tried = doctor_step._smallest(small(*nodes), tmp_path)
         assert (tried.run.num_nodes, tried.run.num_processes, tried.model.fsdp.options) == (1, num_processes, {"replicate": copies})
 
 
@@ -99,7 +99,7 @@ def test_an_environment_that_cannot_be_reset_is_a_failure(tmp_path, monkeypatch)
     (tmp_path / "broken.py").write_text(BROKEN)
     monkeypatch.syspath_prepend(tmp_path)
     found = []
-    asyncio.run(doctor_child._tools(small("env.factory=broken.Room"), found.append))
+    asyncio.run(doctor_code._tools(small("env.factory=broken.Room"), found.append))
     assert [(f.name, f.status) for f in found] == [("environment", "fail")]
     assert "no room at the inn" in found[0].found and found[0].fix.startswith("mend the environment")
 
@@ -180,7 +180,7 @@ def test_a_group_that_was_not_scored_has_the_fix_of_its_reason(reason, todo):
 
     found = []
     asyncio.run(
-        doctor_child._rewards(Bag(open=opened), Bag(), [Bag(row_index=7)], lambda text, **_: {"input_ids": [1]}, ": held", found.append)
+        doctor_code._rewards(Bag(open=opened), Bag(), [Bag(row_index=7)], lambda text, **_: {"input_ids": [1]}, ": held", found.append)
     )
     assert [(f.name, f.status) for f in found] == [("scorer: held", "ok"), ("rewards: held", "fail")]
     assert todo in found[1].fix and ("scorer.timeout" in found[1].fix) == (reason == "timeout")
@@ -195,7 +195,7 @@ def test_a_group_that_was_not_scored_has_the_fix_of_its_reason(reason, todo):
 )  # fmt: skip
 def test_prompts_that_a_run_skips_do_not_end_it(overrides, lengths, status):
     config = small("server.max_model_len=120", "sampler.max_completion_length=30", "packer.token_budget=null", *overrides)
-    assert doctor_child._room(config, lengths, "").status == status
+    assert doctor_code._room(config, lengths, "").status == status
 
 
 def test_ranks_that_share_a_memory_are_not_told_to_become_more(monkeypatch):
@@ -208,7 +208,7 @@ def test_ranks_that_share_a_memory_are_not_told_to_become_more(monkeypatch):
 def test_a_reward_of_none_for_every_answer_is_a_warning():
     def scored(*values):
         rollouts = tuple(Bag(rewards={"right": 1.0, "style": value}) for value in values)
-        return doctor_child._scored(Bag(row_index=7), Bag(rollouts=rollouts), 0.1)
+        return doctor_code._scored(Bag(row_index=7), Bag(rollouts=rollouts), 0.1)
 
     assert scored(None, 0.5).status == "ok"
     silent = scored(None, None)
