@@ -50,7 +50,6 @@ async def run(config: Any, run_dir: Path, life: Life) -> None:
     from agrpo.env.resolve import open_player
     from agrpo.lifecycle import Runtime, told_wire_port
     from agrpo.metrics.window import Window
-    from agrpo.rollout.completions import CompletionLog, surviving
     from agrpo.rollout.custom import open_custom
     from agrpo.rollout.loop import Policy
 
@@ -91,18 +90,26 @@ async def run(config: Any, run_dir: Path, life: Life) -> None:
             life.beat("waiting for setup of rollout.loop")
             await custom.setup(link.start.loop_state)
             player = custom.player(player)
-        completions = None
-        if config.logger.log_completions:
-            completions = CompletionLog(run_dir / "completions.jsonl", surviving(link.start))
-            stack.callback(completions.close)
-        dump = await asyncio.to_thread(_open_dump, config, tokenizer)
-        if dump is not None:
-            stack.callback(dump.close)
+        completions, dump = await _open_logs(config, run_dir, link, tokenizer, stack)
         judge = _judge(config, scorer, window, completions, dump, custom, player)
         life.beat(LOADING)  # of evaluations, which may take as long as those of the run
         evaluations = await open_evaluations(config, stack)
         loop = await build_loop(config, rows, player, client, judge, link, policy, window, life, custom, evaluations)
         await loop.run()
+
+
+async def _open_logs(config: Any, run_dir: Path, link: Any, tokenizer: Any, stack: contextlib.AsyncExitStack) -> tuple[Any, Any]:
+    """What is written of completions and of whole rollouts; None where nothing is."""
+    from agrpo.rollout.completions import CompletionLog, surviving
+
+    completions = None
+    if config.logger.log_completions:
+        completions = CompletionLog(run_dir / "completions.jsonl", surviving(link.start))
+        stack.callback(completions.close)
+    dump = await asyncio.to_thread(_open_dump, config, tokenizer)
+    if dump is not None:
+        stack.callback(dump.close)
+    return completions, dump
 
 
 async def start_player(player: Any, stack: contextlib.AsyncExitStack) -> None:
