@@ -44,7 +44,7 @@ STARTING = ("agrpo", str(ROOT / "tests/launch/supervise_scripted.py"))  # start 
 # Variables that may differ from the nursery's: read when they are used, not while one of LIBRARIES is imported.
 FREE = ("AGRPO_", "PYTEST_", "MASTER_", "GLOO_", "XDG_", "PATH", "PYTHONPATH", "PYTHONUNBUFFERED", "TOKENIZERS_PARALLELISM")
 FREE += ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "COLUMNS", "LINES", "TERM", "NO_COLOR", "HYDRA_FULL_ERROR")
-FREE += ("HTTP_PROXY", "http_proxy", "CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "MKL_NUM_THREADS", "TORCHINDUCTOR_")
+FREE += ("HTTP_PROXY", "http_proxy", "CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "MKL_NUM_THREADS", "TORCHINDUCTOR_", "WANDB_")
 FREE += ("OLDPWD", "PWD", "_")
 PR_SET_CHILD_SUBREAPER = 36
 LONGEST_REQUEST = 1 << 18  # bytes
